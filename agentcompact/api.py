@@ -1,0 +1,183 @@
+"""The library in three calls: load a model, compact a text, answer questions from the cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from agentcompact.cache import CompactedCache, PromptFormat
+from agentcompact.engines import Engine, Generation, Progress, TransformersEngine
+from agentcompact.errors import DocumentError
+from agentcompact.models import LoadedModel
+from agentcompact.settings import SamplingSettings, resolve_budget
+from agentcompact.strategies import CompactionRequest, Strategy, make_strategy
+
+PromptKind = Literal["auto", "chat", "raw"]
+
+
+def compact(
+    model: LoadedModel | Engine,
+    text: str,
+    strategy: str | Strategy = "two_pass",
+    *,
+    ratio: float | None = None,
+    budget: int | None = None,
+    prompt: PromptKind = "auto",
+    focus: str | None = None,
+    seed: int = 0,
+    document: str = "",
+    progress: Progress | None = None,
+    **settings: Any,
+) -> CompactedCache:
+    """Prefill a text and compact its cache.
+
+    ratio: entries before for each one kept, 8 by default; or budget: entries per layer and KV head. prompt: "chat" puts
+    the text into the model's chat template, so that questions are asked as a user's; "raw" asks them after the plain
+    text; "auto" is chat where the model has a template. document: a name kept in the metadata. settings: the
+    strategy's own. The report is the last of `cache.metadata.reports`.
+
+    Raises DocumentError for an empty text, ContextLengthError for one that is longer than the model's context,
+    BudgetError and SettingsError for what cannot be met.
+    """
+    method = make_strategy(strategy, **settings)
+    if ratio is None and budget is None:
+        ratio = 8.0
+    resolve_budget(1, ratio=ratio, budget=budget)
+    engine = as_engine(model)
+    cache = prefill_document(
+        engine, text, prompt=prompt, document=document, capture_seed=seed if method.needs else None, progress=progress
+    )
+    request = CompactionRequest(
+        engine=engine,
+        cache=cache,
+        budget=resolve_budget(cache.next_position, ratio=ratio, budget=budget),
+        focus=focus,
+        seed=seed,
+        progress=progress,
+    )
+    return method.compact(request).cache
+
+
+def recompact(
+    model: LoadedModel | Engine,
+    cache: CompactedCache,
+    strategy: str | Strategy = "two_pass",
+    *,
+    ratio: float | None = None,
+    budget: int | None = None,
+    start: int = 0,
+    stop: int | None = None,
+    focus: str | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> CompactedCache:
+    """Compact a cache that exists, compacted before or not; arguments as for `compact`.
+
+    The ratio counts against the logical tokens of [start, stop), all of the cache by default: 16 after 8 halves it.
+    """
+    stop = cache.next_position if stop is None else stop
+    request = CompactionRequest(
+        engine=as_engine(model),
+        cache=cache,
+        budget=resolve_budget(stop - start, ratio=ratio, budget=budget),
+        start=start,
+        stop=stop,
+        focus=focus,
+        seed=seed,
+        progress=progress,
+    )
+    return make_strategy(strategy, **settings).compact(request).cache
+
+
+def prefill_document(
+    engine: Engine,
+    text: str,
+    *,
+    prompt: PromptKind = "auto",
+    document: str = "",
+    capture_seed: int | None = None,
+    progress: Progress | None = None,
+) -> CompactedCache:
+    """Prefill a text as questions will be asked about it; arguments as for `compact`."""
+    if not text.strip():
+        raise DocumentError("the document is empty")
+    form = prompt_format(engine, prompt)
+    before = engine.encode(form.prefix, control_tokens=True) if form.kind == "chat" else engine.beginning()
+    ids = [*before, *engine.encode(text)]
+    cache = engine.prefill(ids, capture_seed=capture_seed, progress=progress)
+    cache.metadata.prompt = form
+    cache.metadata.document = document
+    cache.metadata.document_sha256 = hashlib.sha256(text.encode()).hexdigest()
+    cache.metadata.created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    cache.metadata.library_version = library_version()
+    return cache
+
+
+def answer(
+    model: LoadedModel | Engine,
+    cache: CompactedCache,
+    questions: str | Sequence[str],
+    *,
+    sampling: SamplingSettings | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> list[Generation]:
+    """Answer questions from a cache, together in batches over its one shared span; the cache stays as it is.
+
+    settings: those of `SamplingSettings`, max_new_tokens=64 say. on_token: called with the question's number and each
+    token id. Raises DocumentError for an empty question, ContextLengthError where question and answer do not fit.
+    """
+    engine = as_engine(model)
+    sampling = sampling or SamplingSettings(**settings)
+    asked = [questions] if isinstance(questions, str) else list(questions)
+    if any(not question.strip() for question in asked):
+        raise DocumentError("a question is empty")
+    prompts = [question_ids(engine, cache.metadata.prompt, question) for question in asked]
+    order = sorted(range(len(asked)), key=lambda index: len(prompts[index]))
+    answers: dict[int, Generation] = {}
+    shared = cache.fork(batch_size=1)
+    for begin in range(0, len(order), engine.settings.batch_size):
+        batch = order[begin : begin + engine.settings.batch_size]
+        told = None if on_token is None else _renumbered(on_token, batch)
+        made = engine.decode(shared.fork(len(batch)), [prompts[index] for index in batch], sampling, told)
+        answers.update(zip(batch, made, strict=True))
+        if progress is not None:
+            progress("answering", len(answers), len(asked))
+    return [answers[index] for index in range(len(asked))]
+
+
+def prompt_format(engine: Engine, kind: PromptKind) -> PromptFormat:
+    """Return the text around a document and its questions. Raises DocumentError for "chat" without a template."""
+    parts = None if kind == "raw" else engine.prompt_parts()
+    if parts is None:
+        if kind == "chat":
+            raise DocumentError("the model has no chat template that a document can be put into: use raw prompts")
+        return PromptFormat()
+    return PromptFormat(kind="chat", prefix=parts.prefix, before_question="\n\n", after_question=parts.suffix)
+
+
+def question_ids(engine: Engine, form: PromptFormat, question: str) -> list[int]:
+    """Return the token ids of a question as it follows the document."""
+    after = engine.encode(form.after_question, control_tokens=form.kind == "chat")
+    return [*engine.encode(form.before_question + question.strip()), *after]
+
+
+def as_engine(model: LoadedModel | Engine) -> Engine:
+    """Return an engine for a loaded model, or the engine that was handed in."""
+    return TransformersEngine(model) if isinstance(model, LoadedModel) else model
+
+
+def library_version() -> str:
+    try:
+        return version("agentcompact")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _renumbered(on_token: Callable[[int, int], None], numbers: list[int]) -> Callable[[int, int], None]:
+    return lambda row, token: on_token(numbers[row], token)

@@ -1,0 +1,119 @@
+"""The queries of a prefill, kept beside the cache within a bound: a seeded sample of positions, alike in all layers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class CapturedQueries:
+    """Post-RoPE queries of up to `capacity` positions, the same positions in every layer.
+
+    Which positions are kept depends on the seed and the position alone (the lowest pseudo-random priorities win),
+    so chunked and whole prefills keep the same ones.
+    """
+
+    def __init__(self, capacity: int, seed: int = 0) -> None:
+        self.capacity = capacity
+        self.seed = seed
+        self.positions = torch.empty(0, dtype=torch.long)
+        self._priorities = np.empty(0, dtype=np.uint64)
+        self._layers: dict[int, Tensor] = {}
+        self._plan: tuple[Tensor, Tensor] | None = None
+        self.shared = False
+
+    @classmethod
+    def within_bytes(cls, limit: int, bytes_per_position: int, seed: int = 0) -> CapturedQueries:
+        """Make a store whose queries take at most `limit` bytes."""
+        return cls(limit // max(1, bytes_per_position), seed)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self._layers.values())
+
+    def clone(self) -> CapturedQueries:
+        other = CapturedQueries(self.capacity, self.seed)
+        other.positions, other._priorities = self.positions.clone(), self._priorities.copy()
+        other._layers = {index: t.clone() for index, t in self._layers.items()}
+        return other
+
+    def plan(self, start: int, count: int, expected: int) -> None:
+        """Decide which of the positions start .. start + count are kept, and in which slots of the store.
+
+        `expected` is how many positions the whole prefill will bring, so that the store is allocated once.
+        """
+        incoming = np.arange(start, start + count, dtype=np.uint64)
+        priorities = np.concatenate([self._priorities, _mixed(incoming, self.seed)])
+        held = len(self._priorities)
+        if len(priorities) > self.capacity:
+            kept = np.zeros(len(priorities), dtype=bool)
+            kept[np.argpartition(priorities, self.capacity)[: self.capacity] if self.capacity else []] = True
+        else:
+            kept = np.ones(len(priorities), dtype=bool)
+        rows = np.flatnonzero(kept[held:])
+        free = np.flatnonzero(~kept[:held])
+        slots = np.concatenate([free, np.arange(held, held + len(rows) - len(free))]).astype(np.int64)
+        size = held + len(rows) - len(free)
+        positions = np.concatenate([self.positions.numpy(), np.zeros(size - held, dtype=np.int64)])
+        grown = np.concatenate([self._priorities, np.zeros(size - held, dtype=np.uint64)])
+        positions[slots] = start + rows
+        grown[slots] = priorities[held:][rows]
+        self.positions, self._priorities = torch.from_numpy(positions), grown
+        self._plan = (torch.from_numpy(slots), torch.from_numpy(rows))
+        self._expected = min(self.capacity, max(size, held + expected))
+
+    def take(self, layer: int, query: Tensor) -> None:
+        """Store the planned rows of one layer's query (1, query_heads, q, head_dim)."""
+        if self._plan is None:
+            return
+        slots, rows = self._plan
+        if not len(slots):
+            return
+        store = self._layers.get(layer)
+        if store is None or store.shape[1] < len(self.positions):
+            grown = query.new_empty(query.shape[1], self._expected, query.shape[3])
+            if store is not None:
+                grown[:, : store.shape[1]] = store
+            store = self._layers[layer] = grown
+        device = query.device
+        store[:, slots.to(device)] = query[0][:, rows.to(device)].detach()
+
+    def before(self, stop: int) -> CapturedQueries:
+        """Return the store without the positions from `stop` on: itself where it has none."""
+        kept = self.positions < stop
+        if bool(kept.all()):
+            return self
+        other = CapturedQueries(self.capacity, self.seed)
+        other.positions, other._priorities = self.positions[kept], self._priorities[kept.numpy()]
+        other._layers = {
+            index: store[:, : len(kept)][:, kept.to(store.device)] for index, store in self._layers.items()
+        }
+        return other
+
+    def layer(self, index: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the queries of one layer at positions in [start, stop): (query_heads, n, head_dim)."""
+        store = self._layers[index][:, : len(self.positions)]
+        if start == 0 and (stop is None or not len(self.positions) or int(self.positions.max()) < stop):
+            return store
+        inside = self.positions >= start
+        if stop is not None:
+            inside &= self.positions < stop
+        return store[:, inside.to(store.device)]
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Whether positions in [start, stop) were captured as far as the bound allows: all of them, or a sample."""
+        inside = int(((self.positions >= start) & (self.positions < stop)).sum())
+        return inside == stop - start or (inside > 0 and len(self.positions) == self.capacity)
+
+
+def _mixed(positions: np.ndarray, seed: int) -> np.ndarray:
+    """splitmix64 of each position, started from the seed."""
+    with np.errstate(over="ignore"):
+        x = positions + np.uint64(seed % 2**64) * np.uint64(0xD1342543DE82EF95) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))

@@ -1,0 +1,221 @@
+"""The cache file: one safetensors file, no pickle, with everything needed to check and to use it.
+
+Tensors are named `layers.<index>.<part>`: `keys`, `values`, `bias`, `positions`, `offsets` of a compacted span,
+`tail_keys` and `tail_values` of the live tail or window; `token_ids` are the logical tokens. Keys are stored after
+RoPE in transformers' layout. The metadata is JSON under `agentcompact`, its digest (with all names, shapes and bytes
+of tensors) under `digest`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agentcompact.cache.compacted import CompactedCache
+from agentcompact.cache.layers import FullLayer
+from agentcompact.cache.metadata import CacheMetadata
+from agentcompact.cache.span import Span
+from agentcompact.cache.tail import TailBuffer
+from agentcompact.errors import CacheError, CacheFileError, DocumentError, WriteError
+from agentcompact.files import atomic_output
+
+if TYPE_CHECKING:
+    from agentcompact.models import LoadedModel
+
+FORMAT_VERSION = 1
+_PARTS = ("keys", "values", "bias", "positions")
+
+
+def save_cache(cache: CompactedCache, path: str | Path, *, overwrite: bool = False) -> Path:
+    """Write the cache to `path`, whole or not at all, readable by its owner only.
+
+    Raises OutputExistsError where the file exists and `overwrite` is False, WriteError where it cannot be written,
+    CacheError for a cache of several sequences.
+    """
+    path = Path(path)
+    tensors = _tensors_of(cache)
+    header = {
+        "version": FORMAT_VERSION,
+        "tokens": cache.next_position,
+        "layers": [_layer_header(layer) for layer in cache.layers],
+        "metadata": cache.metadata.model_dump(mode="json"),
+    }
+    text = json.dumps(header, ensure_ascii=True, sort_keys=True)
+    with atomic_output(path, overwrite=overwrite) as temporary:
+        try:
+            save_file(tensors, temporary, {"agentcompact": text, "digest": _digest(text, tensors)})
+        except SafetensorError as error:
+            raise WriteError(f"{path} could not be written: {_one_line(error)}") from error
+    return path
+
+
+def read_header(path: str | Path) -> dict[str, Any]:
+    """Return the file's header (version, tokens, layers, metadata as plain JSON) without reading its tensors.
+
+    Raises DocumentError where there is no such file, CacheFileError where it is no cache file, is truncated, or is
+    of a newer version. The digest is not checked.
+    """
+    return _open(Path(path))[0]
+
+
+def load_cache(path: str | Path, model: LoadedModel) -> CompactedCache:
+    """Read a cache file for `model`, on its device and in its dtype.
+
+    Raises DocumentError where there is no such file, CacheFileError where the file is truncated or damaged, of a
+    newer version, or made by another model or tokenizer.
+    """
+    path = Path(path)
+    header, tensors = read_verified(path)
+    metadata = _metadata(path, header)
+    _check_belongs(path, metadata, model)
+    cache = CompactedCache(model.geometry, model.causal_lm.config.get_text_config(decoder=True))
+    cache.metadata = metadata
+    cache.token_ids = tensors.pop("token_ids").tolist() if "token_ids" in tensors else []
+    if len(header["layers"]) != len(cache.layers):
+        raise CacheFileError(f"{path} has {len(header['layers'])} layers, the model has {len(cache.layers)}")
+    for index, (layer, facts) in enumerate(zip(cache.layers, header["layers"], strict=True)):
+        parts = {
+            name.split(".", 2)[2]: t.to(model.device)
+            for name, t in tensors.items()
+            if name.startswith(f"layers.{index}.")
+        }
+        _fill_layer(layer, facts, parts, model.dtype)
+    return cache
+
+
+def read_verified(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return header and tensors of a file whose digest is right; raises as `load_cache` does."""
+    header, text, digest = _open(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CacheFileError(f"{path} is damaged: {_one_line(error)}") from error
+    if _digest(text, tensors) != digest:
+        raise CacheFileError(f"{path} is damaged: its content does not match its digest; compact the document again")
+    return header, tensors
+
+
+def _tensors_of(cache: CompactedCache) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, FullLayer) and layer.span is not None:
+            for part in _PARTS:
+                tensors[f"layers.{index}.{part}"] = getattr(layer.span, part).detach().contiguous().cpu()
+            tensors[f"layers.{index}.offsets"] = torch.tensor(layer.span.offsets, dtype=torch.int64)
+        if layer.tail is not None and layer.length:
+            if layer.tail.batch != 1:
+                raise CacheError("a cache of several sequences cannot be saved: save one at a time")
+            tail = layer.tail
+            tensors[f"layers.{index}.tail_keys"] = tail.keys[:, :, : layer.length].detach().cpu().contiguous()
+            tensors[f"layers.{index}.tail_values"] = tail.values[:, :, : layer.length].detach().cpu().contiguous()
+    if len(cache.token_ids) == cache.next_position:
+        tensors["token_ids"] = torch.tensor(cache.token_ids, dtype=torch.int32)
+    # The safetensors format refuses tensors that share memory, and views of one buffer do.
+    return {name: t.clone() if t.untyped_storage().nbytes() != t.nbytes else t for name, t in tensors.items()}
+
+
+def _layer_header(layer: Any) -> dict[str, Any]:
+    return {"before": layer.before, "length": layer.length, "sliding": bool(layer.is_sliding)}
+
+
+def _fill_layer(layer: Any, facts: dict[str, Any], parts: dict[str, Tensor], dtype: torch.dtype) -> None:
+    layer.before, layer.length = int(facts["before"]), int(facts["length"])
+    if "keys" in parts:
+        span = Span(*(parts[name] for name in _PARTS), offsets=tuple(parts["offsets"].tolist()))
+        layer.span = span.to(dtype=dtype)
+    if "tail_keys" in parts:
+        layer.tail = TailBuffer(parts["tail_keys"].to(dtype), parts["tail_values"].to(dtype), layer.length)
+        layer.is_initialized = True
+
+
+def _open(path: Path) -> tuple[dict[str, Any], str, str]:
+    """Return (header, its text, digest) after the checks that need no tensor."""
+    if not path.exists():
+        raise DocumentError(f"no such file: {path}")
+    if not path.is_file():
+        raise DocumentError(f"{path} is not a file")
+    _check_length(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CacheFileError(f"{path} is not a cache file, or is damaged: {_one_line(error)}") from error
+    if "agentcompact" not in stored or "digest" not in stored:
+        raise CacheFileError(f"{path} is not a cache file: it was not written by agentcompact")
+    text = stored["agentcompact"]
+    try:
+        header = json.loads(text)
+        version = int(header["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CacheFileError(f"{path} is damaged: its header cannot be read") from error
+    if version > FORMAT_VERSION:
+        raise CacheFileError(
+            f"{path} has file version {version}, this release reads up to {FORMAT_VERSION}: upgrade agentcompact"
+        )
+    return header, text, stored["digest"]
+
+
+def _check_length(path: Path) -> None:
+    """Say that a file is cut short, and by how much, before a parser says something less clear."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if len(start) < 8:
+            raise CacheFileError(f"{path} is not a cache file: it has only {size} bytes")
+        header_bytes = struct.unpack("<Q", start)[0]
+        if header_bytes > 100_000_000:
+            raise CacheFileError(f"{path} is not a cache file, or its first bytes are damaged")
+        if size < 8 + header_bytes:
+            raise CacheFileError(f"{path} is truncated: {size} bytes, its header alone needs {8 + header_bytes}")
+        try:
+            entries = json.loads(file.read(header_bytes))
+            ends = [v["data_offsets"][1] for k, v in entries.items() if k != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CacheFileError(f"{path} is not a cache file, or its header is damaged") from error
+    needed = 8 + header_bytes + max(ends, default=0)
+    if size < needed:
+        raise CacheFileError(f"{path} is truncated: {size} of {needed} bytes; compact the document again")
+
+
+def _metadata(path: Path, header: dict[str, Any]) -> CacheMetadata:
+    try:
+        return CacheMetadata.model_validate(header["metadata"])
+    except (KeyError, ValidationError) as error:
+        raise CacheFileError(f"{path} is damaged: its metadata cannot be read") from error
+
+
+def _check_belongs(path: Path, metadata: CacheMetadata, model: LoadedModel) -> None:
+    if metadata.model_fingerprint != model.fingerprint:
+        raise CacheFileError(
+            f"{path} was made by another model ({metadata.model_source}, fingerprint {metadata.model_fingerprint[:8]}), "
+            f"not by this one ({model.source.identity}, {model.fingerprint[:8]}): give --model as it was"
+        )
+    if metadata.tokenizer_hash != model.tokenizer_hash:
+        raise CacheFileError(
+            f"{path} was made with another tokenizer than {model.source.identity} has now: "
+            "use the tokenizer it was made with, or compact the document again"
+        )
+
+
+def _digest(text: str, tensors: dict[str, Tensor]) -> str:
+    """blake2b over the header text and each tensor's name, dtype, shape and bytes."""
+    digest = hashlib.blake2b(text.encode(), digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return digest.hexdigest()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,14 @@
+"""Engines: they run a model over a cache."""
+
+from agentcompact.engines.base import CAPTURES_QUERIES, GIVES_GRADIENTS, Engine, EngineCounters, Generation, Progress
+from agentcompact.engines.transformers_engine import TransformersEngine
+
+__all__ = [
+    "CAPTURES_QUERIES",
+    "GIVES_GRADIENTS",
+    "Engine",
+    "EngineCounters",
+    "Generation",
+    "Progress",
+    "TransformersEngine",
+]

@@ -1,0 +1,90 @@
+"""What a strategy and a session may ask of an engine, whatever runs the model underneath."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from agentcompact.cache import CacheMetadata, CapturedQueries, CompactedCache
+from agentcompact.models import ModelGeometry, PromptParts
+from agentcompact.settings import EngineSettings, SamplingSettings
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+CAPTURES_QUERIES = "captures_queries"
+GIVES_GRADIENTS = "gives_gradients"
+
+
+@dataclass
+class EngineCounters:
+    """Tokens that went through the model, by what for."""
+
+    prefilled_tokens: int = 0
+    decoded_tokens: int = 0
+    compaction_tokens: int = 0
+
+
+@dataclass
+class Generation:
+    """One decoded answer. finish_reason: "eos", "stop" (a stop string) or "length"."""
+
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+
+
+class Engine(Protocol):
+    """Runs one model over caches: token ids in, tokens and captured tensors out."""
+
+    geometry: ModelGeometry
+    capabilities: frozenset[str]
+    settings: EngineSettings
+    counters: EngineCounters
+
+    def new_cache(self) -> CompactedCache:
+        """Return an empty cache for this model, its metadata naming the model."""
+
+    def describe(self) -> CacheMetadata:
+        """Return metadata that names the model and its tokenizer, and nothing else."""
+
+    def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text, nothing added.
+
+        Control tokens written in it ("<|im_end|>") are read as plain text, so that a document cannot end its own
+        message; with `control_tokens` they are read as such, which is for templates only.
+        """
+
+    def beginning(self) -> list[int]:
+        """Return the ids that the tokenizer puts before a plain text: the beginning of sequence, or nothing."""
+
+    def prompt_parts(self) -> PromptParts | None:
+        """Return what the chat template writes around a user's message, or None where there is no template."""
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        cache: CompactedCache | None = None,
+        *,
+        capture_seed: int | None = None,
+        progress: Progress | None = None,
+    ) -> CompactedCache:
+        """Append token ids to a cache (a new one by default) and return it."""
+
+    def capture(self, token_ids: Sequence[int], seed: int, progress: Progress | None = None) -> CapturedQueries:
+        """Run token ids once more, only for their queries; counted as compaction work."""
+
+    def decode(
+        self,
+        cache: CompactedCache,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingSettings,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[Generation]:
+        """Append one prompt per sequence of the cache and decode an answer to each."""
+
+    def next_token_logits(self, cache: CompactedCache, token_ids: Sequence[int]) -> Tensor:
+        """Append token ids to a cache of one sequence and return the logits (n, vocabulary) behind each."""

@@ -1,0 +1,261 @@
+"""The engine over a Hugging Face causal language model in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentcompact.cache import ATTENTION_NAME, CacheMetadata, CapturedQueries, CompactedCache, register_attention
+from agentcompact.engines.base import (
+    CAPTURES_QUERIES,
+    GIVES_GRADIENTS,
+    EngineCounters,
+    Generation,
+    Progress,
+)
+from agentcompact.engines.sampling import Sampler, StopWatch, end_token_ids
+from agentcompact.errors import CacheError, ContextLengthError, DocumentError
+from agentcompact.models import LoadedModel, PromptParts, split_template
+from agentcompact.settings import EngineSettings, SamplingSettings
+
+
+class TransformersEngine:
+    """Runs a loaded model over caches. It sets the model's attention implementation to ours, once."""
+
+    capabilities = frozenset({CAPTURES_QUERIES, GIVES_GRADIENTS})
+
+    def __init__(self, model: LoadedModel, settings: EngineSettings | None = None) -> None:
+        register_attention()
+        self.model = model
+        self.geometry = model.geometry
+        self.settings = settings or EngineSettings()
+        self.counters = EngineCounters()
+        self.config = model.causal_lm.config.get_text_config(decoder=True)
+        if self.config._attn_implementation != ATTENTION_NAME:
+            model.causal_lm.set_attn_implementation(ATTENTION_NAME)
+
+    def new_cache(self) -> CompactedCache:
+        cache = CompactedCache(self.geometry, self.config)
+        cache.metadata = self.describe()
+        return cache
+
+    def describe(self) -> CacheMetadata:
+        return CacheMetadata(
+            model_source=self.model.source.identity,
+            model_type=self.geometry.model_type,
+            model_fingerprint=self.model.fingerprint,
+            tokenizer_hash=self.model.tokenizer_hash,
+            rope=self.geometry.rope,
+            scaling=self.geometry.scaling,
+        )
+
+    def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
+        encoded = self.model.tokenizer(
+            text, add_special_tokens=False, split_special_tokens=not control_tokens, verbose=False
+        )
+        return [int(i) for i in encoded["input_ids"]]
+
+    def beginning(self) -> list[int]:
+        tokenizer = self.model.tokenizer
+        first = tokenizer("a", verbose=False)["input_ids"][:1]
+        return [int(i) for i in first if i == tokenizer.bos_token_id]
+
+    def prompt_parts(self) -> PromptParts | None:
+        return split_template(self.model.tokenizer)
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        cache: CompactedCache | None = None,
+        *,
+        capture_seed: int | None = None,
+        progress: Progress | None = None,
+    ) -> CompactedCache:
+        """Append token ids to a cache of one sequence, chunk by chunk.
+
+        With `capture_seed` the queries are captured on the way, as many as the settings' `capture_bytes` hold.
+        Raises ContextLengthError where the tokens pass the model's limit; the cache is unchanged after any error.
+        """
+        cache = self.new_cache() if cache is None else cache
+        start, total = cache.next_position, len(token_ids)
+        self._check_room(start, total)
+        begun = time.perf_counter()
+        capture = self._capture_store(cache, start, capture_seed)
+        cache.reserve(cache.tail_length + total)
+        try:
+            self._run(token_ids, cache, capture, progress, "prefill")
+        except BaseException:
+            cache.captured = cache.captured if capture is None else capture
+            cache.roll_back(start)
+            raise
+        finally:
+            cache.reserve(0)
+        cache.captured = capture
+        cache.token_ids.extend(int(i) for i in token_ids)
+        cache.drop_outside_windows()
+        self.counters.prefilled_tokens += total
+        cache.metadata.prefill_seconds = (cache.metadata.prefill_seconds or 0) + time.perf_counter() - begun
+        return cache
+
+    def capture(self, token_ids: Sequence[int], seed: int, progress: Progress | None = None) -> CapturedQueries:
+        """Return the queries of these tokens as a sequence of their own; the pass counts as compaction work."""
+        cache = self.new_cache()
+        store = self._capture_store(cache, 0, seed)
+        if store is None:
+            raise CacheError("no queries can be captured: the engine's capture_bytes is 0")
+        cache.reserve(len(token_ids))
+        self._run(token_ids, cache, store, progress, "reference queries")
+        self.counters.compaction_tokens += len(token_ids)
+        return store
+
+    def decode(
+        self,
+        cache: CompactedCache,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingSettings,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[Generation]:
+        """Append one prompt to each sequence of the cache and decode an answer to each, all together.
+
+        The cache grows by the prompts and the answers; sequences that have ended leave it, so a cache of several
+        sequences is used up. `on_token` is called with the prompt's number and each token id.
+        """
+        if not prompts or any(len(prompt) == 0 for prompt in prompts):
+            raise DocumentError("there is nothing to answer: a prompt has no tokens")
+        longest = max(len(prompt) for prompt in prompts)
+        start = cache.next_position
+        self._check_room(start, longest, sampling.max_new_tokens)
+        single = len(prompts) == 1 and len(cache.token_ids) == start
+        ids, seen = self._padded(prompts, start)
+        sampler = Sampler(sampling, self.model.device)
+        watch = StopWatch(self.model.tokenizer, sampling, end_token_ids(self.model), len(prompts))
+        active = list(range(len(prompts)))
+        padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=self.model.device)
+        cache.reserve(cache.tail_length + longest + sampling.max_new_tokens)
+        position = start
+        while active:
+            logits = self._step(ids, cache, position, padding, seen)
+            cache.token_ids = [*cache.token_ids, *ids[0].tolist()] if single else []
+            position += ids.shape[1]
+            tokens = sampler(logits)
+            going = [row for row, token in enumerate(tokens.tolist()) if self._accept(watch, active[row], token, on_token)]
+            self.counters.decoded_tokens += len(active)
+            if len(going) < len(active):
+                rows = torch.tensor(going, dtype=torch.long, device=self.model.device)
+                active, tokens, padding = [active[row] for row in going], tokens[rows], padding[rows]
+                seen = None if seen is None else seen[rows]
+                if active:
+                    cache.batch_select_indices(rows)
+            ids = tokens[:, None]
+            if seen is not None:
+                seen = torch.cat([seen, seen.new_ones(len(active), 1)], dim=1)
+        cache.reserve(0)
+        self.counters.prefilled_tokens += sum(len(prompt) for prompt in prompts)
+        return watch.generations
+
+    @torch.no_grad()
+    def next_token_logits(self, cache: CompactedCache, token_ids: Sequence[int]) -> Tensor:
+        """Append token ids to a cache of one sequence; return the logits behind each token, (n, vocabulary) float32."""
+        start = cache.next_position
+        self._check_room(start, len(token_ids))
+        ids = torch.tensor([list(token_ids)], device=self.model.device)
+        positions = torch.arange(start, start + len(token_ids), device=self.model.device)[None]
+        output = self.model.causal_lm(input_ids=ids, cache=cache, position_ids=positions, use_cache=True)
+        if len(cache.token_ids) == start:
+            cache.token_ids.extend(int(i) for i in token_ids)
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    @torch.no_grad()
+    def _run(
+        self,
+        token_ids: Sequence[int],
+        cache: CompactedCache,
+        capture: CapturedQueries | None,
+        progress: Progress | None,
+        phase: str,
+    ) -> None:
+        """Run tokens through the model in chunks, without logits that nobody reads."""
+        total = len(token_ids)
+        ids = torch.tensor([list(token_ids)], device=self.model.device)
+        for begin in range(0, total, self.settings.prefill_chunk):
+            chunk = ids[:, begin : begin + self.settings.prefill_chunk]
+            position = cache.next_position
+            positions = torch.arange(position, position + chunk.shape[1], device=chunk.device)[None]
+            inputs: dict[str, Any] = {"input_ids": chunk, "cache": cache, "position_ids": positions}
+            if capture is None:
+                self.model.causal_lm(**inputs, use_cache=True, logits_to_keep=1)
+            else:
+                capture.plan(position, chunk.shape[1], total - begin)
+                with cache.observed(capture.take):
+                    self.model.causal_lm(**inputs, use_cache=True, logits_to_keep=1)
+            if progress is not None:
+                progress(phase, min(begin + chunk.shape[1], total), total)
+
+    @torch.no_grad()
+    def _step(
+        self, ids: Tensor, cache: CompactedCache, position: int, padding: Tensor, seen: Tensor | None
+    ) -> Tensor:
+        """One forward of a batch whose rows are padded on the left; logits (batch, vocabulary) of the last tokens."""
+        width = ids.shape[1]
+        positions = torch.arange(position, position + width, device=ids.device)[None] - padding[:, None]
+        output = self.model.causal_lm(
+            input_ids=ids,
+            cache=cache,
+            position_ids=positions.clamp(min=0),
+            attention_mask=seen,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1].float()
+        return logits
+
+    def _padded(self, prompts: Sequence[Sequence[int]], start: int) -> tuple[Tensor, Tensor | None]:
+        """Return ids padded on the left, and which positions may be seen (None where nothing is padded)."""
+        longest = max(len(prompt) for prompt in prompts)
+        filler = prompts[0][0]
+        rows = [[filler] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        ids = torch.tensor(rows, device=self.model.device)
+        if all(len(prompt) == longest for prompt in prompts):
+            return ids, None
+        seen = torch.ones(len(prompts), start + longest, dtype=torch.long, device=self.model.device)
+        for row, prompt in enumerate(prompts):
+            seen[row, start : start + longest - len(prompt)] = 0
+        return ids, seen
+
+    @staticmethod
+    def _accept(watch: StopWatch, index: int, token: int, on_token: Callable[[int, int], None] | None) -> bool:
+        """Give a token to one answer; return whether the answer goes on."""
+        going = watch.add(index, token)
+        if on_token is not None and watch.shown(index):
+            on_token(index, token)
+        return going
+
+    def _capture_store(self, cache: CompactedCache, start: int, seed: int | None) -> CapturedQueries | None:
+        """Return where the queries go: on with what the cache has, a new store, or none."""
+        if seed is None or self.settings.capture_bytes == 0:
+            return None
+        held = cache.captured
+        if held is not None and start and held.seed == seed:
+            return held.clone() if held.shared else held
+        if start:
+            return None
+        size = torch.finfo(self.model.dtype).bits // 8
+        each = len(self.geometry.full_layers) * self.geometry.query_heads * self.geometry.head_dim * size
+        return CapturedQueries.within_bytes(self.settings.capture_bytes, each, seed)
+
+    def _check_room(self, start: int, tokens: int, more: int = 0) -> None:
+        limit = self.geometry.max_positions
+        if tokens == 0:
+            raise DocumentError("there is nothing to read: the text has no tokens")
+        if start + tokens + more > limit:
+            parts = f"{start + tokens:,} tokens" + (f" and an answer of up to {more:,}" if more else "")
+            raise ContextLengthError(
+                f"{parts} do not fit the model's context of {limit:,}: shorten the text"
+                + (", ask for fewer new tokens," if more else "")
+                + " or take a model with a longer context"
+            )

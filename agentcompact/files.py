@@ -1,0 +1,61 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentcompact.errors import OutputExistsError, WriteError
+
+
+def check_output(path: Path, *, overwrite: bool) -> None:
+    """Raise OutputExistsError or WriteError if `path` cannot become an output file; nothing is touched."""
+    if path.is_dir():
+        raise WriteError(f"{path} is a folder: name a file in it")
+    if path.exists() and not overwrite:
+        raise OutputExistsError(f"{path} exists already: add --force (overwrite=True) to replace it, or name another file")
+    if not path.parent.is_dir():
+        raise WriteError(f"the folder {path.parent} does not exist")
+    if not os.access(path.parent, os.W_OK):
+        raise WriteError(f"the folder {path.parent} cannot be written to")
+
+
+@contextlib.contextmanager
+def atomic_output(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Give a temporary file beside `path`, readable by its owner only, that takes the name when the block ends well.
+
+    After an error or an interruption nothing is left. Without `overwrite` a file that appeared meanwhile is kept
+    and OutputExistsError raised; whatever the system refuses becomes a WriteError of one line.
+    """
+    check_output(path, overwrite=overwrite)
+    temporary: Path | None = None
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+        temporary = Path(name)
+        os.close(handle)
+        yield temporary
+        temporary.chmod(0o600)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        if overwrite:
+            temporary.replace(path)
+        else:
+            _rename_to_new(temporary, path)
+    except OSError as error:
+        raise WriteError(f"{path} could not be written: {error.strerror or error}") from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def _rename_to_new(temporary: Path, path: Path) -> None:
+    """Give the file its name unless that is taken."""
+    try:
+        path.hardlink_to(temporary)
+    except FileExistsError as error:
+        raise OutputExistsError(f"{path} was made by another program meanwhile: nothing was overwritten") from error
+    except OSError:  # a file system without hard links
+        temporary.replace(path)

@@ -1,0 +1,46 @@
+"""Keep other libraries' chatter off the terminal, and turn their long errors into one line."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+
+from transformers.utils import logging as transformers_logging
+
+
+@contextmanager
+def quiet_transformers(*, streams: bool = False) -> Iterator[None]:
+    """Silence transformers' log lines, progress bars and warnings inside the block; restore them after it.
+
+    Args:
+        streams: also swallow what Python code prints to stdout and stderr, for the converters whose
+            progress bars have no switch. Exceptions pass through either way.
+    """
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if streams:
+                with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                    yield
+            else:
+                yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def one_line(error: BaseException | str, limit: int = 200) -> str:
+    """The first line with text in it of an error's message, cut to `limit` characters.
+
+    An error without a message gives its class name.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,28 @@
+"""Strategies: one file a method, one registry, one interface."""
+
+from agentcompact.strategies.base import (
+    CompactionRequest,
+    CompactionResult,
+    HeadGroup,
+    LayerwiseStrategy,
+    Phases,
+    Strategy,
+    StrategySettings,
+    head_groups,
+)
+from agentcompact.strategies.registry import make_strategy, register_strategy, strategy_class, strategy_names
+
+__all__ = [
+    "CompactionRequest",
+    "CompactionResult",
+    "HeadGroup",
+    "LayerwiseStrategy",
+    "Phases",
+    "Strategy",
+    "StrategySettings",
+    "head_groups",
+    "make_strategy",
+    "register_strategy",
+    "strategy_class",
+    "strategy_names",
+]

@@ -1,0 +1,211 @@
+"""The interface of a strategy, and the loop over layers that those of one layer at a time share."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from agentcompact.cache import CompactedCache, Report, Span
+from agentcompact.engines import CAPTURES_QUERIES, Engine, Progress
+from agentcompact.errors import BudgetError, CapabilityError, UnsupportedModelError
+from agentcompact.queries import context_prefill_queries
+from agentcompact.settings import build_settings
+
+
+class StrategySettings(BaseModel):
+    """Base of every strategy's settings; unknown names are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass
+class CompactionRequest:
+    """What to compact, and into how much.
+
+    engine, cache: the model and the cache, of one sequence. budget: entries per layer and KV head, on average.
+    start, stop: the span in token positions, the whole cache by default. focus: what the compaction should care
+    about, for strategies that take instructions. seed: of every random choice.
+    """
+
+    engine: Engine
+    cache: CompactedCache
+    budget: int
+    start: int = 0
+    stop: int | None = None
+    focus: str | None = None
+    seed: int = 0
+    progress: Progress | None = None
+
+    @property
+    def end(self) -> int:
+        """The position behind the span."""
+        return self.cache.next_position if self.stop is None else self.stop
+
+
+@dataclass
+class CompactionResult:
+    """The new cache, and what was done. The request's cache is as it was."""
+
+    cache: CompactedCache
+    report: Report
+
+
+@dataclass
+class Phases:
+    """Seconds of the phases of one compaction."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+
+
+class Strategy(ABC):
+    """A method that turns a cache into a smaller one.
+
+    Subclasses name themselves, say what their settings are and which engine capabilities they need, and are
+    registered by `register_strategy` or through the entry-point group `agentcompact.strategies`.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """One line for the list of strategies."""
+    settings_type: ClassVar[type[StrategySettings]] = StrategySettings
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, **settings: Any) -> None:
+        """Raises SettingsError for a setting or a value that does not exist."""
+        self.settings = build_settings(self.settings_type, settings, f"strategy '{self.name}'")
+
+    def compact(self, request: CompactionRequest) -> CompactionResult:
+        """Compact the request's span into its budget and return a new cache with a report.
+
+        Raises CapabilityError where the engine cannot give what the strategy needs, BudgetError for an empty span or
+        a budget below 1, UnsupportedModelError where no layer can be compacted.
+        """
+        self._check(request)
+        cache, phases = request.cache, Phases()
+        spans = [cache.source(index, request.start, request.end) for index, _ in cache.full_layers]
+        before = sum(span.entries for span in spans)
+        report = Report(
+            strategy=self.name,
+            settings=self.settings.model_dump(mode="json"),
+            seed=request.seed,
+            tokens=request.end - request.start,
+            budget=request.budget,
+            entries_before=before,
+            bytes_before=sum(span.nbytes for span in spans),
+        )
+        worked = request.engine.counters.compaction_tokens
+        if self._is_enough(request, spans):
+            report.warnings.append(
+                f"nothing was compacted: the budget of {request.budget:,} entries per head is not below the "
+                f"{max(max(span.lengths) for span in spans):,} there are"
+            )
+            new = spans
+        else:
+            new = self.compact_spans(request, spans, phases, report)
+        compacted = cache.replaced(new, request.start, request.end)
+        report.compaction_tokens = request.engine.counters.compaction_tokens - worked
+        report.entries_after = sum(span.entries for span in new)
+        report.bytes_after = sum(span.nbytes for span in new)
+        report.seconds = {**phases.seconds, "total": sum(phases.seconds.values())}
+        compacted.metadata.reports.append(report)
+        return CompactionResult(compacted, report)
+
+    @abstractmethod
+    def compact_spans(
+        self, request: CompactionRequest, spans: Sequence[Span], phases: Phases, report: Report
+    ) -> list[Span]:
+        """Return the smaller span of each full layer, given the entries of each."""
+
+    def _is_enough(self, request: CompactionRequest, spans: Sequence[Span]) -> bool:
+        """Whether the budget holds everything already."""
+        return all(max(span.lengths) <= request.budget for span in spans)
+
+    def _check(self, request: CompactionRequest) -> None:
+        missing = sorted(self.needs - request.engine.capabilities)
+        if missing:
+            raise CapabilityError(f"strategy '{self.name}' needs an engine that {', '.join(missing)}")
+        if not request.cache.full_layers:
+            raise UnsupportedModelError(
+                f"{request.engine.geometry.model_type}: every layer has a sliding window, so there is nothing to compact"
+            )
+        if request.budget < 1:
+            raise BudgetError(f"budget {request.budget} is too small: at least one entry per head is kept")
+        if request.end <= request.start:
+            raise BudgetError("there is nothing to compact: the span is empty")
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """KV heads of one layer with equally many entries, ready for batched maths.
+
+    keys, values: (heads, n, head_dim). bias, positions: (heads, n). queries: (heads, m, head_dim), the G query heads
+    of each KV head one after another. heads: their indices in the layer.
+    """
+
+    heads: range
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+    positions: Tensor
+    queries: Tensor
+
+
+class LayerwiseStrategy(Strategy):
+    """A strategy that compacts each layer by itself from context-prefill queries, with a uniform budget."""
+
+    needs = frozenset({CAPTURES_QUERIES})
+
+    @abstractmethod
+    def compact_heads(
+        self, group: HeadGroup, layer: int, request: CompactionRequest, phases: Phases
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (keys, values, bias, positions) of `request.budget` entries for each head of the group."""
+
+    def compact_spans(
+        self, request: CompactionRequest, spans: Sequence[Span], phases: Phases, report: Report
+    ) -> list[Span]:
+        with phases.phase("reference queries"):
+            captured = context_prefill_queries(
+                request.engine, request.cache, request.start, request.end, request.seed, request.progress
+            )
+        new = []
+        for done, ((index, _), span) in enumerate(zip(request.cache.full_layers, spans, strict=True)):
+            queries = captured.layer(index, request.start, request.end)
+            heads: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+            for group in head_groups(span, queries):
+                if group.keys.shape[1] <= request.budget:
+                    parts = (group.keys, group.values, group.bias, group.positions)
+                else:
+                    parts = self.compact_heads(group, index, request, phases)
+                heads.extend(zip(*parts, strict=True))
+            new.append(Span.from_heads(heads).to(dtype=span.keys.dtype))
+            if request.progress is not None:
+                request.progress(f"{self.name}: layers", done + 1, len(spans))
+        return new
+
+
+def head_groups(span: Span, queries: Tensor) -> Iterator[HeadGroup]:
+    """Split a span into groups of heads with equally many entries; queries: (query_heads, m, head_dim)."""
+    group_size = queries.shape[0] // span.heads
+    pooled = queries.reshape(span.heads, group_size * queries.shape[1], queries.shape[2])
+    if span.is_uniform:
+        dense = [span.dense(t) for t in (span.keys, span.values, span.bias, span.positions)]
+        yield HeadGroup(range(span.heads), *dense, queries=pooled)
+        return
+    for head, parts in enumerate(span):
+        yield HeadGroup(range(head, head + 1), *(t[None] for t in parts), queries=pooled[head : head + 1])

@@ -1,0 +1,1 @@
+"""The `agentcompact` command: one file a subcommand."""

@@ -1,0 +1,183 @@
+"""`agentcompact ask`: questions answered from a cache file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from agentcompact_cli.console import out, print_json, working
+from agentcompact_cli.options import model_options, output_options
+
+if TYPE_CHECKING:
+    from agentcompact import CompactedCache, LoadedModel, SamplingSettings, TransformersEngine
+
+
+@click.command(name="ask")
+@click.argument("cache_file", type=click.Path(path_type=Path))
+@click.argument("questions", nargs=-1)
+@click.option("--max-new-tokens", "-n", type=int, default=64, show_default=True, help="Most tokens of one answer.")
+@click.option("--temperature", "-t", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus sampling.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
+@click.option("--stop", multiple=True, help="End an answer before this string; repeatable.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Questions answered together.")
+@model_options
+@output_options
+def command(
+    cache_file: Path,
+    questions: tuple[str, ...],
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int,
+    stop: tuple[str, ...],
+    batch_size: int,
+    model: str | None,
+    revision: str | None,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Answer QUESTIONS from CACHE_FILE, all together. Without any, ask for them one by one (or read lines from a pipe).
+
+    \b
+    Example:
+      agentcompact ask book.kv "Who ordered the audit?" "In which year?"
+      agentcompact ask book.kv < questions.txt
+    """
+    from agentcompact.errors import DocumentError
+    from agentcompact.settings import EngineSettings, SamplingSettings, build_settings
+
+    values = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop
+    }  # fmt: skip
+    sampling = build_settings(SamplingSettings, values, "sampling")
+    interactive = not questions and sys.stdin.isatty()
+    if not questions and not interactive:
+        questions = tuple(line.strip() for line in sys.stdin if line.strip())
+        if not questions:
+            raise DocumentError("no question was given: name them, or write one a line to standard input")
+    if any(not question.strip() for question in questions):
+        raise DocumentError("a question is empty")
+
+    begun = time.perf_counter()
+    with working(quiet) as work:
+        work.say("starting")
+        from agentcompact import TransformersEngine, answer
+        from agentcompact.models import load_model
+
+        options = {"dtype": dtype, "device": device, "revision": revision, "trust_remote_code": trust_remote_code}
+        loaded, cache = _open(cache_file, model, options, load_model, work.say)
+        engine = TransformersEngine(loaded, EngineSettings(batch_size=batch_size))
+        if not interactive:
+            ready = time.perf_counter()
+            generations = answer(engine, cache, questions, sampling=sampling, progress=work)
+    if interactive:
+        _ask_one_by_one(engine, cache, sampling, as_json)
+        return
+    results = [
+        {"question": question, "answer": made.text.strip(), "tokens": len(made.token_ids), "finish_reason": made.finish_reason}
+        for question, made in zip(questions, generations, strict=True)
+    ]
+    if as_json:
+        seconds = {"load": ready - begun, "answer": time.perf_counter() - ready}
+        print_json({"cache": str(cache_file), "answers": results, "seconds": seconds})
+        return
+    for result in results:
+        if len(results) > 1:
+            out.print(f"[bold]{_escaped(result['question'])}[/]", soft_wrap=True)
+        click.echo(result["answer"])
+
+
+def _open(
+    cache_file: Path,
+    model: str | None,
+    options: dict[str, Any],
+    load_model: Callable[..., LoadedModel],
+    say: Callable[[str], None],
+) -> tuple[LoadedModel, CompactedCache]:
+    """Load the model that the file names (or the one asked for), and the cache."""
+    from agentcompact import CompactedCache
+    from agentcompact.cache.file import read_verified
+
+    say(f"checking {cache_file}")
+    source, revision = model, options.pop("revision")
+    if source is None:
+        source = str(read_verified(cache_file)[0]["metadata"]["model_source"])
+        source, _, kept = source.partition("@")
+        revision = revision or kept or None
+    loaded = load_model(source, revision=revision, progress=say, **options)
+    say(f"reading {cache_file}")
+    return loaded, CompactedCache.load(cache_file, loaded)
+
+
+def _ask_one_by_one(engine: TransformersEngine, cache: CompactedCache, sampling: SamplingSettings, as_json: bool) -> None:
+    """Prompt for questions until an empty line, the end of input, or Ctrl-C; answers appear as they are decoded."""
+    from agentcompact import answer
+    from agentcompact.errors import InputError
+
+    report = cache.metadata.reports[-1] if cache.metadata.reports else None
+    about = cache.metadata.document or "the document"
+    click.echo(f"Questions about {about} ({cache.next_position:,} tokens"
+               + (f", {report.strategy} {report.ratio:.1f}x" if report else "") + "); an empty line ends.", err=True)  # fmt: skip
+    while True:
+        try:
+            question = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            click.echo(err=True)
+            return
+        if not question:
+            return
+        printer = _Printer(engine.model.tokenizer, silent=as_json)
+        try:
+            made = answer(engine, cache, question, sampling=sampling, on_token=printer)[0]
+        except InputError as error:
+            click.echo(f"agentcompact: {error}", err=True)
+            continue
+        except KeyboardInterrupt:
+            click.echo(" (stopped)")
+            continue
+        if as_json:
+            print_json({"question": question, "answer": made.text.strip(), "finish_reason": made.finish_reason})
+        else:
+            printer.finish(made.text)
+
+
+class _Printer:
+    """Writes an answer as its tokens arrive, holding back characters that are not complete yet."""
+
+    def __init__(self, tokenizer: Any, silent: bool) -> None:
+        self.tokenizer = tokenizer
+        self.silent = silent
+        self.ids: list[int] = []
+        self.written = ""
+
+    def __call__(self, _: int, token: int) -> None:
+        self.ids.append(token)
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True).lstrip()
+        if not self.silent and not text.endswith("\ufffd"):
+            self._write(text)
+
+    def finish(self, text: str) -> None:
+        self._write(text.strip())
+        click.echo()
+
+    def _write(self, text: str) -> None:
+        if text.startswith(self.written):
+            click.echo(text[len(self.written) :], nl=False)
+            self.written = text
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,90 @@
+"""What a person sees while a command works: progress on standard error, results on standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+out = Console(highlight=False)
+
+
+class Work:
+    """Shows the phases of long work: bars in a terminal, one line a phase elsewhere, nothing when quiet."""
+
+    def __init__(self, progress: Progress | None, quiet: bool) -> None:
+        self._progress = progress
+        self._quiet = quiet
+        self._task: TaskID | None = None
+        self._phase = ""
+
+    def say(self, message: str) -> None:
+        """Name what is being done, without a measure."""
+        self._begin(message, None)
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        """Report progress of a phase; the interface of `agentcompact.engines.Progress`."""
+        if phase != self._phase:
+            self._begin(phase, total)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, total=total)
+
+    def _begin(self, phase: str, total: int | None) -> None:
+        self._phase = phase
+        if self._progress is not None:
+            self.finish()
+            self._task = self._progress.add_task(phase, total=total)
+        elif not self._quiet:
+            click.echo(f"{phase} ({total:,})" if total else phase, err=True)
+
+    def finish(self) -> None:
+        """End the current phase's spinner or bar."""
+        if self._progress is not None and self._task is not None:
+            task = self._progress.tasks[self._progress.task_ids.index(self._task)]
+            self._progress.update(self._task, total=task.total or 1, completed=task.total or 1)
+            self._task = None
+
+
+@contextmanager
+def working(quiet: bool) -> Iterator[Work]:
+    """Give a `Work` whose display ends with the block."""
+    if quiet or not sys.stderr.isatty():
+        yield Work(None, quiet)
+        return
+    progress = Progress(
+        SpinnerColumn(finished_text="[green]✓[/]"),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+    with progress:
+        work = Work(progress, quiet)
+        yield work
+        work.finish()
+
+
+def print_json(data: Any) -> None:
+    """Print one JSON document on standard output."""
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def warn(message: str) -> None:
+    """Print one line on standard error."""
+    click.echo(f"agentcompact: warning: {message}", err=True)
+
+
+def size(count: float) -> str:
+    """Write a number of bytes for people: 138.9 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"

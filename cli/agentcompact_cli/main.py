@@ -1,0 +1,105 @@
+"""The command itself: its subcommands, loaded when called, and how errors end it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib import import_module
+from typing import Any, NoReturn
+
+import click
+
+from agentcompact.errors import AgentCompactError
+
+# Subcommand -> what `agentcompact --help` says of it; each lives in the module of its name.
+COMMANDS = {
+    "compact": "Compact a document into a cache file.",
+    "ask": "Answer questions from a cache file.",
+    "inspect": "Show what a cache file holds.",
+    "strategies": "List the strategies, their settings and defaults.",
+    "models": "List the models at hand, and how to name others.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a subcommand when it is called, so that help and completion are instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"agentcompact_cli.{cmd_name}").command
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from agentcompact.settings import suggestion
+
+            ctx.fail(f"no such command '{args[0]}'{suggestion(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="agentcompact")
+def cli() -> None:
+    """Compact the KV cache of a long document, and answer questions from it.
+
+    \b
+    Example:
+      agentcompact compact book.txt -o book.kv --ratio 8
+      agentcompact ask book.kv "Who ordered the audit?"
+    """
+
+
+def main() -> NoReturn:
+    """Run the command. Exit code 0, 1 (failed), 2 (bad usage or input), 130 (interrupted)."""
+    signal.signal(signal.SIGTERM, _terminated)
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Abort:
+        return _fail("interrupted; nothing was left half-written", 130)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except AgentCompactError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was left half-written", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        return _fail("out of memory: take a shorter document, a smaller model or --dtype bfloat16", 1)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"agentcompact: {message}", err=True)
+    return code
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Torch reports exhausted memory as a RuntimeError whose text alone tells."""
+    text = str(error)
+    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
+
+
+def _terminated(*_: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

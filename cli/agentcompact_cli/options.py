@@ -1,0 +1,89 @@
+"""Options that several subcommands share, and how their values are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from agentcompact.errors import DocumentError, SettingsError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def model_options(function: Function) -> Function:
+    """--model and how it is loaded."""
+    for option in reversed(
+        [
+            click.option("--model", "-m", help="smollm2 (embedded), a folder, a .gguf file, or a hub id."),
+            click.option("--revision", help="Branch, tag or commit of a hub model."),
+            click.option(
+                "--dtype",
+                default="auto",
+                show_default=True,
+                help="float32, bfloat16 or float16; auto is float32 on a CPU, bfloat16 on a GPU.",
+            ),
+            click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps; auto takes a GPU if there is one."),
+            click.option("--trust-remote-code", is_flag=True, help="Run code that a hub model brings along."),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+def output_options(function: Function) -> Function:
+    """--quiet and --json."""
+    for option in reversed(
+        [
+            click.option("--quiet", "-q", is_flag=True, help="No progress; results and errors only."),
+            click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+def parse_settings(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Read NAME=VALUE pairs; a value is JSON where it can be read as JSON, else text."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign or not name.strip():
+            raise SettingsError(f"--set {pair}: write it as NAME=VALUE")
+        try:
+            settings[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[name.strip()] = value
+    return settings
+
+
+def read_document(path: Path) -> str:
+    """Read a UTF-8 text file, or standard input for "-".
+
+    Raises DocumentError where there is no such file, it is empty, no text, or in another encoding.
+    """
+    name = "standard input" if str(path) == "-" else str(path)
+    try:
+        data = click.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
+    except FileNotFoundError as error:
+        raise DocumentError(f"no such file: {path}") from error
+    except IsADirectoryError as error:
+        raise DocumentError(f"{path} is a folder: name a text file in it") from error
+    except OSError as error:
+        raise DocumentError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise DocumentError(
+            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,} (line {line:,}); "
+            "convert it first, for example with iconv -f latin1 -t utf-8"
+        ) from error
+    if "\0" in text:
+        raise DocumentError(f"{name} is no text: it has a zero byte at offset {data.index(0):,}")
+    if not text.strip():
+        raise DocumentError(f"{name} is empty")
+    return text
