@@ -63,9 +63,8 @@ def test_template_that_changes_the_message(tokenizer: Any, template: str) -> Non
 
 
 def test_thinking_is_switched_off_where_it_can_be(tokenizer: Any) -> None:
-    tokenizer.chat_template = (
-        "{{ messages[0]['content'] }}|{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-    )
+    switch = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    tokenizer.chat_template = "{{ messages[0]['content'] }}|" + switch
     parts = split_template(tokenizer)
     assert parts is not None
     assert parts.suffix == "|<think></think>"
@@ -73,7 +72,8 @@ def test_thinking_is_switched_off_where_it_can_be(tokenizer: Any) -> None:
 
 def test_template_that_refuses_a_system_message(tokenizer: Any) -> None:
     tokenizer.chat_template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}"
         "{{ messages[0]['content'] }}"
     )
     assert split_template(tokenizer) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -118,3 +120,57 @@ def closed_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def write_tiny_gguf(path: Path, seed: int = 0, *, architecture: str = "llama", leave_out: str = "") -> Path:
+    """Write a tiny Llama with a byte-level BPE tokenizer as a float32 GGUF file.
+
+    Args:
+        path: the file to write.
+        seed: of the random weights.
+        architecture: what the file says it holds.
+        leave_out: the GGUF name of one tensor that is not written.
+    """
+    rows = torch.Generator().manual_seed(seed)
+    core = json.loads(tiny_tokenizer().backend_tokenizer.to_str())
+    tokens = sorted(core["model"]["vocab"], key=core["model"]["vocab"].get)
+    heads, kv_heads, hidden, inner = 4, 2, 32, 48
+    shapes = {"token_embd.weight": (len(tokens), hidden), "output_norm.weight": (hidden,)}
+    for layer in range(2):
+        block = f"blk.{layer}."
+        shapes |= {
+            block + "attn_q.weight": (hidden, hidden),
+            block + "attn_k.weight": (hidden * kv_heads // heads, hidden),
+            block + "attn_v.weight": (hidden * kv_heads // heads, hidden),
+            block + "attn_output.weight": (hidden, hidden),
+            block + "attn_norm.weight": (hidden,),
+            block + "ffn_gate.weight": (inner, hidden),
+            block + "ffn_up.weight": (inner, hidden),
+            block + "ffn_down.weight": (hidden, inner),
+            block + "ffn_norm.weight": (hidden,),
+        }
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_block_count(2)
+    writer.add_context_length(128)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in ("<s>", "</s>") else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in core["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    for name, shape in shapes.items():
+        if name != leave_out:
+            writer.add_tensor(name, torch.randn(shape, generator=rows).mul(0.2).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -51,15 +51,20 @@ def test_hub(name: str, revision: str | None, identity: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["./nothing", "../nothing", "/nothing/at/all", "~/nothing-at-all", "x/y/z", "missing.gguf", "~no~user~"]
+    "name",
+    ["./nothing", "../nothing", "/nothing/at/all", "~/nothing-at-all", "x/y/z", "missing.gguf", "~no~user~"],
 )
-def test_missing_path_is_not_taken_for_a_hub_id(here: Path, name: str) -> None:
+@pytest.mark.usefixtures("here")
+def test_missing_path_is_not_taken_for_a_hub_id(name: str) -> None:
     with pytest.raises(ModelNotFoundError, match="no model file or folder"):
         resolve_source(name)
 
 
-@pytest.mark.parametrize("name", ["", "  ", "a b", "-x", "owner/", "/", "o/n--x", "a..b", "x" * 5000, "é", "a\0b"])
-def test_impossible_names(here: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["", "  ", "a b", "-x", "owner/", "/", "o/n--x", "a..b", "x" * 5000, "é", "a\0b"]
+)
+@pytest.mark.usefixtures("here")
+def test_impossible_names(name: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         resolve_source(name)
     assert "\n" not in str(caught.value)

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from agentcompact.cache.layers import ATTENTION_NAME, FullLayer
+from agentcompact.cache.layers import ATTENTION_NAME, FullLayer, SlidingLayer
 from agentcompact.cache.span import Span
 
 SCORE_ELEMENTS = 1 << 20
@@ -40,10 +40,13 @@ def attention_forward(
 
     Without a compacted span this is transformers' own scaled-dot-product attention.
     """
-    layer: FullLayer | None = getattr(key, "agentcompact_layer", None)
+    layer: FullLayer | SlidingLayer | None = getattr(key, "agentcompact_layer", None)
     if layer is not None and layer.observer is not None:
         layer.observer(query)
-    if layer is None or layer.span is None:
+    if isinstance(layer, SlidingLayer):
+        mask = layer.mask(query.shape[2], key.shape[2])
+        attention_mask = attention_mask if mask is None else mask
+    if not isinstance(layer, FullLayer) or layer.span is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = attend(query, layer.span, key, value, attention_mask, scale)

@@ -150,6 +150,12 @@ class CompactedCache(Cache):  # type: ignore[misc]
             self.captured = self.captured.before(next_position)
         del self.token_ids[next_position:]
 
+    def set_gaps(self, start: int, gaps: Tensor) -> None:
+        """Announce padding inside the rows of a batch: `gaps` (batch,) slots from slot `start` on."""
+        for layer in self.layers:
+            if isinstance(layer, SlidingLayer):
+                layer.set_gaps(start, gaps)
+
     def drop_outside_windows(self) -> None:
         """Free the entries of sliding layers that no later token can see; no truncation goes back behind this."""
         for layer in self.layers:

@@ -22,7 +22,6 @@ Observer = Callable[[Tensor], None]
 class _TailLayer(CacheLayerMixin):  # type: ignore[misc]
     """Shared ground of both kinds of layer: a live tail that is appended to, cropped and forked."""
 
-    is_croppable = True
     is_sliding = False
 
     def __init__(self, config: Any) -> None:
@@ -54,6 +53,15 @@ class _TailLayer(CacheLayerMixin):  # type: ignore[misc]
         self.length += keys.shape[2]
         return self.tail
 
+    @property
+    def is_croppable(self) -> bool:
+        """What transformers asks before assisted decoding: no, once tokens lie in a compacted span.
+
+        Assisted decoding feeds a prefilled cache its whole prompt again (seen with any cache, release 5.24), which
+        would be silently wrong; with this answer it refuses.
+        """
+        return self.before == 0
+
     def get_seq_length(self) -> int:
         """Logical tokens so far, which is the position of the next one."""
         return self.before + self.length
@@ -74,6 +82,7 @@ class _TailLayer(CacheLayerMixin):  # type: ignore[misc]
         self.length += tokens_to_remove
 
     def reset(self) -> None:
+        """Forget everything."""
         self.tail, self.length, self.before, self.is_initialized = None, 0, 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -177,16 +186,51 @@ class SlidingLayer(_TailLayer):
     def __init__(self, config: Any, window: int) -> None:
         super().__init__(config)
         self.window = window
+        self._gap_start = 0
+        self._gaps: Tensor | None = None
+
+    def set_gaps(self, start: int, gaps: Tensor) -> None:
+        """Announce that each row has `gaps` (batch,) slots of padding from slot `start` on.
+
+        transformers measures a window in slots; with padding inside it, only positions tell what is in the window.
+        """
+        self._gap_start, self._gaps = start, gaps
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        seen = min(self.length, self.window - 1)
+        seen = self._visible()
         tail = self._append(key_states, value_states)
         start = self.length - key_states.shape[2] - seen
-        return tail.keys[:, :, start : self.length], tail.values[:, :, start : self.length]
+        keys, values = tail.keys[:, :, start : self.length], tail.values[:, :, start : self.length]
+        keys.agentcompact_layer = self  # type: ignore[attr-defined]
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        seen = min(self.length, self.window - 1)
+        seen = self._visible()
         return seen + query_length, self.get_seq_length() - seen
+
+    def _visible(self) -> int:
+        """Slots before the next token that some row may see."""
+        widest = 0 if self._gaps is None else int(self._gaps.max())
+        return min(self.length, self.window - 1 + widest)
+
+    def mask(self, queries: int, keys: int) -> Tensor | None:
+        """Return what the last `queries` slots see of the last `keys`, (batch, 1, queries, keys); None without gaps."""
+        if self._gaps is None:
+            return None
+        end, gaps = self.get_seq_length(), self._gaps[:, None]
+        slots = torch.arange(end - keys, end, device=gaps.device)[None]
+        after = slots >= self._gap_start
+        padding = after & (slots < self._gap_start + gaps)
+        positions = slots - gaps * after
+        row, column = slots[:, -queries:, None], slots[:, None]
+        near = positions[:, -queries:, None] - positions[:, None] < self.window
+        seen = (column <= row) & near & ~padding[:, None]
+        return (seen | (column == row))[:, None]  # padding sees itself: a row without any weight would be NaN
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self._gaps is not None:
+            self._gaps = self._gaps[indices]
 
     def get_max_length(self) -> int:
         return self.window
@@ -208,7 +252,12 @@ class SlidingLayer(_TailLayer):
             self.tail = self.tail.last(self.length, keep)
             self.length = keep
 
+    def reset(self) -> None:
+        super().reset()
+        self._gaps = None
+
     def fork(self) -> SlidingLayer:
         other = SlidingLayer(self.config, self.window)
         self._copy_to(other)
+        other._gap_start, other._gaps = self._gap_start, self._gaps
         return other

@@ -135,6 +135,8 @@ class TransformersEngine:
         watch = StopWatch(self.model.tokenizer, sampling, end_token_ids(self.model), len(prompts))
         active = list(range(len(prompts)))
         padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=self.model.device)
+        if seen is not None:
+            cache.set_gaps(start, padding)
         cache.reserve(cache.tail_length + longest + sampling.max_new_tokens)
         position = start
         while active:

@@ -27,7 +27,8 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
 )
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-_ERRORS: tuple[type[BaseException], ...] = (
+# What transformers was seen to raise for a folder that is damaged or incomplete.
+READ_ERRORS: tuple[type[BaseException], ...] = (
     OSError,
     ValueError,
     KeyError,
@@ -67,7 +68,7 @@ def read_config(folder: Path, name: str, *, trust_remote_code: bool) -> Any:
             return AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
-        except _ERRORS as error:
+        except READ_ERRORS as error:
             raise _failure(name, "config.json", error) from error
 
 
@@ -80,7 +81,7 @@ def read_tokenizer(folder: Path, name: str, *, trust_remote_code: bool) -> Any:
             return AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
-        except _ERRORS as error:
+        except READ_ERRORS as error:
             raise _failure(name, "tokenizer", error) from error
 
 
@@ -93,7 +94,7 @@ def read_skeleton(config: Any, name: str) -> Any:
     with quiet_transformers(), torch.device("meta"):
         try:
             return AutoModelForCausalLM.from_config(config)
-        except _ERRORS as error:
+        except READ_ERRORS as error:
             raise UnsupportedModelError(
                 f"the model '{name}' cannot be built as a causal language model: {one_line(error)}"
             ) from error
@@ -128,7 +129,7 @@ def read_weights(
             )
             refuse_missing_tensors(report, name)
             return causal_lm.to(device)
-        except _ERRORS as error:
+        except READ_ERRORS as error:
             raise _failure(name, "weights", error) from error
 
 
@@ -199,4 +200,13 @@ def _failure(name: str, part: str, error: BaseException) -> InputError:
             f"the model '{name}' runs code of its own, which is off; pass --trust-remote-code "
             "(trust_remote_code=True) if you trust where it comes from"
         )
-    return ModelNotFoundError(f"the {part} of the model '{name}' cannot be read: {one_line(error)}")
+    return ModelNotFoundError(f"the {part} of the model '{name}' cannot be read: {reason_of(error)}")
+
+
+def reason_of(error: BaseException) -> str:
+    """Why transformers could not read something, in one line that makes sense without its log."""
+    if "ignore_mismatched_sizes" in str(error):
+        return "tensors have other shapes than the configuration says"
+    if isinstance(error, hub_errors.StrictDataclassError):  # its first line only names the check that failed
+        return one_line(str(error).strip().rpartition("\n")[2])
+    return one_line(error)

@@ -8,31 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from agentcompact.errors import AgentCompactError, ModelNotFoundError, WriteError
 from agentcompact.models.cache_dir import models_dir, publish_folder, staging_folder
 from agentcompact.models.embedded import file_sha256
-from agentcompact.models.folder import refuse_missing_tensors
+from agentcompact.models.folder import READ_ERRORS, reason_of, refuse_missing_tensors
 from agentcompact.models.quiet import one_line, quiet_transformers
 from agentcompact.models.sources import check_gguf_magic
 from agentcompact.models.support import check_supported
 
 _DIGITS = 16
-# What reading a damaged or an unknown file was seen to raise, besides OSError.
-_READ_ERRORS = (
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    NotImplementedError,
-    RuntimeError,
-    OverflowError,
-    MemoryError,
-    ImportError,
-    struct.error,
-)
+# A damaged file raises these as well.
+_READ_ERRORS = (*READ_ERRORS, OverflowError, MemoryError, struct.error)
 
 
 def convert_gguf(path: Path, *, progress: Callable[[str], None] | None = None) -> Path:
@@ -89,7 +78,7 @@ def _convert(path: Path, staging: Path, converted: Path, progress: Callable[[str
     with quiet_transformers(streams=True):
         try:
             config = AutoConfig.from_pretrained(folder, **options)
-        except (OSError, *_READ_ERRORS) as error:
+        except _READ_ERRORS as error:
             raise _unreadable(path, error) from error
     check_supported(config)
     progress(f"converting {path.name} (once): tokenizer")
@@ -106,11 +95,11 @@ def _step(path: Path, converted: Path, read: Callable[[], Any]) -> None:
             part = read()
         except AgentCompactError:
             raise
-        except (OSError, *_READ_ERRORS) as error:
+        except _READ_ERRORS as error:
             raise _unreadable(path, error) from error
         try:
             part.save_pretrained(converted)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise WriteError(
                 f"cannot write the converted model to {converted.parent}: {one_line(error)}"
             ) from error
@@ -140,9 +129,11 @@ def _isolated(path: Path, staging: Path) -> tuple[Path, str]:
 
 def _unreadable(path: Path, error: BaseException) -> ModelNotFoundError:
     """The error for a file that transformers cannot read."""
-    reason = one_line(error)
-    if "architecture" in reason:
+    reason = reason_of(error)
+    if "GGUF model with architecture" in reason:
         return ModelNotFoundError(f"'{path}' cannot be converted: {reason}")
+    if "valid JSON" in reason:  # how transformers puts it that the file's own header made no sense
+        reason = "its header cannot be read"
     return ModelNotFoundError(f"'{path}' is damaged or of a kind that transformers cannot convert: {reason}")
 
 

@@ -10,12 +10,18 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub import (
+    HfApi,
+    get_hf_file_metadata,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub import errors as hub_errors
 
 from agentcompact.errors import ModelNotFoundError, WriteError
 from agentcompact.models.folder import is_loadable, shard_names
-from agentcompact.models.quiet import one_line
+from agentcompact.models.quiet import one_line, quiet_hub
 
 REQUEST_SECONDS = 4.0
 PREFLIGHT_SECONDS = 9.0
@@ -53,7 +59,7 @@ def download_snapshot(
         name: the hub id.
         revision: a branch, tag or commit; None means the default branch.
         check: called with the folder when it holds everything but the weights; raises to stop there.
-        progress: called with one line before each download.
+        progress: called with one line before each step. The hub's own progress bars show the weights coming.
 
     Returns:
         The folder of the snapshot.
@@ -66,25 +72,34 @@ def download_snapshot(
     """
     progress(f"asking the hub for {name}")
     try:
-        info = _within(PREFLIGHT_SECONDS, lambda: _model_info(name, revision))
-        files = [str(sibling.rfilename) for sibling in info.siblings or []]
+        files = _within(PREFLIGHT_SECONDS, lambda: _list_files(name, revision))
         small = [file for file in files if "/" not in file and file.endswith(_SMALL_FILES)]
         if "config.json" not in small:
             raise _not_a_model(name, files)
-        folder = Path(_download(name, revision, small))
+        with quiet_hub():
+            folder = Path(_download(name, revision, small))
         check(folder)
         weights = _weights(folder, files)
         if not weights:
             raise _not_a_model(name, files)
         progress(f"downloading {name} ({len(weights)} weight file{'s' if len(weights) > 1 else ''})")
-        return Path(_download(name, revision, small + weights))
+        with quiet_hub(bars=True):
+            return Path(_download(name, revision, small + weights))
     except _HUB_ERRORS as error:
         raise _explain(name, revision, error) from error
 
 
-def _model_info(name: str, revision: str | None) -> Any:
-    """One request, without retries, that says whether the model can be had."""
-    return HfApi().model_info(name, revision=revision, timeout=REQUEST_SECONDS)
+def _list_files(name: str, revision: str | None) -> list[str]:
+    """The names of a model's files, asked for without retries.
+
+    `config.json` is asked about as well: a gated model lists its files to everyone, but gives none of them,
+    and a server that hangs there would later be retried for minutes.
+    """
+    info = HfApi().model_info(name, revision=revision, timeout=REQUEST_SECONDS)
+    files = [str(sibling.rfilename) for sibling in info.siblings or []]
+    if "config.json" in files:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=REQUEST_SECONDS)
+    return files
 
 
 def _download(name: str, revision: str | None, files: list[str]) -> str:

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
 
@@ -34,6 +36,26 @@ def quiet_transformers(*, streams: bool = False) -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet_hub(*, bars: bool = False) -> Iterator[None]:
+    """Silence the log lines of the hub's library inside the block, and restore them after it.
+
+    Args:
+        bars: leave its progress bars on.
+    """
+    verbosity = hub_logging.get_verbosity()
+    switch_bars = not bars and not are_progress_bars_disabled()
+    hub_logging.set_verbosity(hub_logging.CRITICAL)
+    if switch_bars:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(verbosity)
+        if switch_bars:
+            enable_progress_bars()
 
 
 def one_line(error: BaseException | str, limit: int = 200) -> str:

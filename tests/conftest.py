@@ -1,0 +1,25 @@
+"""Fixtures: tiny random models of several architectures, and the embedded model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The embedded model in float32; converted on first use into the user's cache directory."""
+    from agentcompact import load_model
+
+    return load_model("smollm2", dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def document() -> str:
+    return (EXAMPLES / "harbour_audit.txt").read_text(encoding="utf-8")

@@ -1,0 +1,73 @@
+"""Tiny randomly initialised models and a word tokenizer, shared by the tests; holds no tests itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from agentcompact import LoadedModel, wrap_model
+
+VOCABULARY = 128
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # wide enough that attention is not flat
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "tie_word_embeddings": False,
+}
+_GEMMA3: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 16,
+}
+_KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"use_sliding_window": False}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"use_sliding_window": False}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA3),
+}
+
+
+def tiny_tokenizer() -> Any:
+    """Return a word-level tokenizer of `VOCABULARY` words: <s>, </s>, <unk>, and w3 to w127."""
+    words = {"<s>": 0, "</s>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+    )
+
+
+def tiny_model(kind: str, seed: int = 0, **overrides: Any) -> LoadedModel:
+    """Return a wrapped float32 model of a kind in `_KINDS`; overrides replace fields of its configuration."""
+    config_name, model_name, changes = _KINDS[kind]
+    config = getattr(transformers, config_name)(**{**_SIZES, **changes, **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, model_name)(config).to(torch.float32)
+    return wrap_model(model, tiny_tokenizer(), name=f"tiny-{kind}")
+
+
+def tiny_tokens(count: int, seed: int = 0) -> list[int]:
+    """Return random ids of ordinary words."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+
+def tiny_text(count: int, seed: int = 0) -> str:
+    """Return a text that the tiny tokenizer reads as `tiny_tokens(count, seed)`."""
+    return " ".join(f"w{i}" for i in tiny_tokens(count, seed))
