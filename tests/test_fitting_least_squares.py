@@ -37,7 +37,8 @@ def problem(heads=3, m=200, n=60, t=12, d=8, dv=4, spread=1.0, seed=0):
     g = torch.Generator().manual_seed(seed)
     queries, keys = torch.randn(heads, m, d, generator=g), spread * torch.randn(heads, n, d, generator=g)
     values = torch.randn(heads, n, dv, generator=g)
-    output = torch.from_numpy(weights_of(queries, keys, torch.zeros(heads, n)) @ values.double().numpy()).float()
+    read = weights_of(queries, keys, torch.zeros(heads, n)) @ values.double().numpy()
+    output = torch.from_numpy(read).float()
     bias = 0.5 * torch.randn(heads, t, generator=g)
     return queries, keys[:, :t].contiguous(), values[:, :t].contiguous(), bias, output
 
@@ -56,7 +57,7 @@ def test_values_equal_numpy_least_squares_with_a_tiny_ridge(monkeypatch, block):
 
 @pytest.mark.parametrize("ridge", [1e-4, 1e-2, 1.0])
 def test_values_equal_the_ridge_regression_of_the_correction(ridge):
-    """min |A (V + X) - Y|^2 + r |X|^2, r relative to the largest row sum, as one stacked least-squares problem."""
+    """min |A (V + X) - Y|^2 + r |X|^2, r relative to the largest row sum, solved as stacked least squares."""
     queries, keys, values, bias, output = problem()
     found = fit_values(queries, keys, values, bias, SCALING, output, ridge=ridge)
     a = weights_of(queries, keys, bias)
@@ -100,7 +101,8 @@ def test_duplicated_keys_give_small_values_and_are_never_worse(gap):
     g = torch.Generator().manual_seed(9)
     queries, keys, values, bias, output = problem(m=100, t=10)
     twins = keys + gap * torch.randn(keys.shape, generator=g)
-    keys, values, bias = torch.cat([keys, twins], 1), torch.cat([values, -values], 1), torch.cat([bias, bias], 1)
+    keys, values = torch.cat([keys, twins], 1), torch.cat([values, -values], 1)
+    bias = torch.cat([bias, bias], 1)
     fitted = fit_values(queries, keys, values, bias, SCALING, output)
     assert torch.isfinite(fitted).all()
     assert float(fitted.abs().max()) < 1e3

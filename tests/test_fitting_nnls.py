@@ -17,7 +17,7 @@ LOWER, UPPER = math.exp(-3.0), math.exp(3.0)
 
 
 def mass_problem(heads, m, t, seed, spread=1.0, dropped=40):
-    """Columns exp(score - row maximum) of t selected of t + dropped keys, and the row sums over all of them."""
+    """Columns exp(score - row maximum) of t of t + dropped keys, and the row sums over all of them."""
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(heads, m, 6)), rng.normal(size=(heads, t + dropped, 6)) * spread
     scores = q @ k.transpose(0, 2, 1)

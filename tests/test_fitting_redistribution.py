@@ -54,7 +54,8 @@ def test_each_entry_gains_the_same_mass():
     mass, total, bias = problem(spread=1.0)
     found = redistribute(mass, total, bias, LOWER, 50.0)
     gained = mass * ((found - bias).exp() - 1)
-    torch.testing.assert_close(gained, gained.mean(dim=1, keepdim=True).expand_as(gained), rtol=1e-4, atol=1e-5)
+    equal = gained.mean(dim=1, keepdim=True).expand_as(gained)
+    torch.testing.assert_close(gained, equal, rtol=1e-4, atol=1e-5)
 
 
 def test_nothing_missing_leaves_the_bias():

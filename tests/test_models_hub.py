@@ -145,6 +145,13 @@ def test_server_that_lists_files_and_then_hangs(hub: Any, monkeypatch: pytest.Mo
     assert seconds < 5
 
 
+def test_answer_that_is_not_json(hub: Any) -> None:
+    with loopback_server(lambda _path: (200, {}, b"<html>please log in</html>")) as (address, _):
+        hub(address)
+        message, _seconds = failure()
+    assert "makes no sense" in message
+
+
 def test_offline_mode(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hub(closed_address())
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -110,18 +110,36 @@ def test_none_answers_as_the_full_cache(engines, caches, kind):
     torch.testing.assert_close(engines[kind].next_token_logits(new, question), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_mild_compaction_is_near_the_full_cache_and_fitting_is_nearer(engines, caches):
+def output_error(cache, new):
+    """Mean square of the difference in what the captured queries read from the two caches."""
+    errors = []
+    for index, _ in cache.full_layers:
+        queries = cache.captured.layer(index)
+        outputs = []
+        for source in (cache, new):
+            heads = [
+                torch.softmax(queries[2 * h : 2 * h + 2] @ keys.T / 4 + bias, dim=-1) @ values
+                for h, (keys, values, bias, _) in enumerate(source.source(index, 0, source.next_position))
+            ]
+            outputs.append(torch.cat(heads))
+        errors.append(float((outputs[0] - outputs[1]).square().mean()))
+    return sum(errors)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_more_entries_are_nearer_to_the_full_cache_and_fitted_values_nearer_still(engines, caches, kind):
     """Guards against entries that are finite and meaningless."""
-    question = tiny_tokens(5, seed=1)
-    engine, cache = engines["qwen3"], caches["qwen3", 40]
-    full = engine.next_token_logits(cache.fork(), question).log_softmax(-1)
+    cache = caches[kind, 40]
 
-    def divergence(name, ratio):
-        told = engine.next_token_logits(recompact(engine, cache, name, ratio=ratio), question).log_softmax(-1)
-        return float((full.exp() * (full - told)).sum(-1).mean())
+    def error(name, ratio, **settings):
+        return output_error(cache, recompact(engines[kind], cache, name, ratio=ratio, **settings))
 
+    assert error("none", 4) == 0
     for name in ("two_pass", "high_attn"):
-        assert divergence(name, 1.25) < divergence(name, 4) < divergence("streaming_llm", 40)
+        assert error(name, 1.25) < error(name, 4) < error(name, 20)
+    for ratio in (2, 4, 10):
+        assert error("high_attn", ratio) < error("high_attn", ratio, values="direct")
+        assert error("high_attn", ratio) < error("streaming_llm", ratio)
 
 
 @pytest.mark.parametrize("name", strategy_names())
@@ -356,7 +374,7 @@ def test_the_new_cache_is_not_reached_by_the_old_one(engine, name):
     question = tiny_tokens(3, seed=1)
     before = engine.next_token_logits(new.fork(), question)
     cache.truncate(20)
-    engine.next_token_logits(cache, tiny_tokens(60, seed=2))
+    engine.next_token_logits(cache, tiny_tokens(15, seed=2))  # fits where the forgotten tokens were
     assert torch.equal(engine.next_token_logits(new.fork(), question), before)
 
 

@@ -10,6 +10,8 @@ import torch
 from tiny import tiny_model, tiny_tokens
 
 from agentcompact import CompactionRequest, TransformersEngine, make_strategy
+from agentcompact.fitting.attention_statistics import attention_statistics
+from agentcompact.strategies import attention_matching
 from agentcompact.strategies.base import HeadGroup, Phases
 
 TOKENS = 200
@@ -86,7 +88,7 @@ def best(scores, count):
 
 
 def slow_two_pass(queries, keys, bias, rows, budget, k, upper, count_rest=False):
-    """One KV head: pooled queries (m, d), keys (N, d), bias (N,), the first pass's rows -> (indices, new biases)."""
+    """One KV head: pooled queries (m, d), keys (N, d), bias (N,), first-pass rows -> indices, biases."""
     first = SCALING * queries[rows] @ keys.T + bias
     shortlist = best(root_mean_square(first), math.ceil(k * budget))
     second = SCALING * queries @ keys[shortlist].T + bias[shortlist]
@@ -205,8 +207,22 @@ def test_shortlist_of_everything_equals_high_attn(engine, cache, budget, k):
             assert all(torch.equal(s, t) for s, t in zip(x, y, strict=True))
 
 
-def test_a_shortlist_one_short_of_everything_does_differ(engine, cache):
-    """Guards the test above: three first-pass queries choose badly, so the first pass must really be skipped."""
+@pytest.mark.parametrize(("k", "passes"), [(5.0, 1), (4.9, 2)])
+def test_a_first_pass_that_cannot_choose_is_skipped(engine, cache, monkeypatch, k, passes):
+    calls = []
+
+    def counted(queries, *rest):
+        calls.append(queries.shape[1])
+        return attention_statistics(queries, *rest)
+
+    monkeypatch.setattr(attention_matching, "attention_statistics", counted)
+    strategy = make_strategy("two_pass", shortlist=k, first_pass_queries=3)
+    strategy.compact(request_of(engine, cache, TOKENS // 5))
+    assert calls == ([2 * TOKENS] if passes == 1 else [3, 2 * TOKENS]) * 2  # in each of the two layers
+
+
+def test_a_shorter_shortlist_does_differ(engine, cache):
+    """Guards the test above: three first-pass queries choose badly, so their pass is really skipped there."""
     two_pass = make_strategy("two_pass", shortlist=1.0, first_pass_queries=3)
     high = make_strategy("high_attn", bias="redistribute", values="direct")
     a, b = (s.compact(request_of(engine, cache, 40)).cache for s in (two_pass, high))
@@ -214,7 +230,7 @@ def test_a_shortlist_one_short_of_everything_does_differ(engine, cache):
 
 
 def heavy_tailed(heads=6, n=400, m=800, d=16, seed=0):
-    """Queries and keys in which most queries look the same way and a few keys matter to a few queries only."""
+    """Most queries look the same way, and a few keys matter to a few queries only."""
     g = torch.Generator().manual_seed(seed)
     keys = torch.randn(heads, n, d, generator=g)
     keys = keys * torch.exp(0.6 * torch.randn(heads, n, 1, generator=g))

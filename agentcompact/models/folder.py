@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +138,11 @@ def refuse_missing_tensors(report: dict[str, Any], name: str) -> None:
     Raises:
         ModelNotFoundError: naming one missing tensor.
     """
-    absent: Iterable[str] = sorted(str(key) for key in report.get("missing_keys", ()))
-    for tensor in absent:
-        raise ModelNotFoundError(f"the weights of the model '{name}' are incomplete: '{tensor}' is missing")
+    absent = sorted(str(key) for key in report.get("missing_keys", ()))
+    if absent:
+        raise ModelNotFoundError(
+            f"the weights of the model '{name}' are incomplete: '{absent[0]}' is missing"
+        )
 
 
 def missing_weights(folder: Path) -> str | None:
@@ -193,8 +194,6 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 def _failure(name: str, part: str, error: BaseException) -> InputError:
     """The one-line error for a part of a model that transformers could not read."""
-    if isinstance(error, InputError):
-        return error
     if "trust_remote_code" in str(error):
         return InputError(
             f"the model '{name}' runs code of its own, which is off; pass --trust-remote-code "

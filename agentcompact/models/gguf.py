@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from agentcompact.errors import AgentCompactError, ModelNotFoundError, WriteError
+from agentcompact.errors import ModelNotFoundError, WriteError
 from agentcompact.models.cache_dir import models_dir, publish_folder, staging_folder
 from agentcompact.models.embedded import file_sha256
 from agentcompact.models.folder import READ_ERRORS, reason_of, refuse_missing_tensors
@@ -21,7 +21,7 @@ from agentcompact.models.support import check_supported
 
 _DIGITS = 16
 # A damaged file raises these as well.
-_READ_ERRORS = (*READ_ERRORS, OverflowError, MemoryError, struct.error)
+_READ_ERRORS: tuple[type[BaseException], ...] = (*READ_ERRORS, OverflowError, MemoryError, struct.error)
 
 
 def convert_gguf(path: Path, *, progress: Callable[[str], None] | None = None) -> Path:
@@ -93,8 +93,6 @@ def _step(path: Path, converted: Path, read: Callable[[], Any]) -> None:
     with quiet_transformers(streams=True):
         try:
             part = read()
-        except AgentCompactError:
-            raise
         except _READ_ERRORS as error:
             raise _unreadable(path, error) from error
         try:

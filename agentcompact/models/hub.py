@@ -167,6 +167,8 @@ def _explain(name: str, revision: str | None, error: BaseException) -> ModelNotF
         return ModelNotFoundError(f"the hub refused to give '{name}': {one_line(error)}")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return WriteError(f"the disk is full while '{name}' is downloaded")
+    if isinstance(error, ValueError):
+        return ModelNotFoundError(f"the hub's answer about '{name}' makes no sense: {one_line(error)}")
     return ModelNotFoundError(
         f"the hub cannot be reached to fetch '{name}' ({one_line(error)}); "
         "check the connection, or use 'smollm2', a model folder or a .gguf file"

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from agentcompact.models.cache_dir import models_dir
 from agentcompact.models.devices import AUTO, check_one_device, pick_device, pick_dtype
 from agentcompact.models.embedded import EMBEDDED_FILE, EMBEDDED_SHA256, embedded_gguf
 from agentcompact.models.fingerprint import model_fingerprint, tokenizer_hash
@@ -122,11 +121,10 @@ def _find_folder(
     if source.kind == "embedded":
         folder = converted_folder(Path(EMBEDDED_FILE).stem, EMBEDDED_SHA256)
         return folder if is_converted(folder) else convert_gguf(embedded_gguf(report), progress=report)
-    if source.kind == "hub":
+    if source.path is None:
         cached = cached_snapshot(source.name, revision)
         return cached or download_snapshot(source.name, revision, check=check, progress=report)
-    path = source.path if source.path is not None else models_dir()
-    return convert_gguf(path, progress=report) if source.kind == "gguf" else path
+    return convert_gguf(source.path, progress=report) if source.kind == "gguf" else source.path
 
 
 def _check_folder(folder: Path, *, name: str, trust_remote_code: bool) -> None:

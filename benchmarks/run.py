@@ -1,0 +1,217 @@
+"""Measure prefill, compaction, decoding, batching and loading on the embedded model, as ratios within one process.
+
+    python benchmarks/run.py                    # all of it, about five minutes on two cores
+    python benchmarks/run.py compaction memory  # some of it
+    python benchmarks/run.py --json
+
+Every ratio compares two things measured in turn in this process, several times; the median is printed. Times alone
+depend on the machine and on what else it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from agentcompact import (
+    CompactedCache,
+    CompactionRequest,
+    LoadedModel,
+    SamplingSettings,
+    TransformersEngine,
+    answer,
+    load_model,
+    make_strategy,
+)
+
+DOCUMENT = Path(__file__).parent.parent / "examples" / "harbour_audit.txt"
+
+
+def tokens_of(engine: TransformersEngine, count: int) -> list[int]:
+    """The demo document, again and again, up to a length."""
+    ids = engine.encode(DOCUMENT.read_text(encoding="utf-8"))
+    return (ids * (count // len(ids) + 1))[:count]
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def ratio(a: list[float], b: list[float]) -> float:
+    """Median of the ratios pair by pair."""
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+
+
+def bench_compaction(model: LoadedModel) -> dict[str, float]:
+    """two_pass and high_attn at 16x of 4,096 tokens, against each other and the prefill."""
+    engine = TransformersEngine(model)
+    ids = tokens_of(engine, 4096)
+    prefills, two_pass, high_attn = [], [], []
+    for _ in range(3):
+        begun = time.perf_counter()
+        cache = engine.prefill(ids, capture_seed=0)
+        prefills.append(time.perf_counter() - begun)
+        for name, times in (("two_pass", two_pass), ("high_attn", high_attn)):
+            times.append(seconds(lambda name=name: make_strategy(name).compact(CompactionRequest(engine, cache, 256))))
+    return {
+        "prefill of 4,096 tokens, seconds": statistics.median(prefills),
+        "two_pass at 16x / prefill": ratio(two_pass, prefills),
+        "high_attn at 16x / prefill": ratio(high_attn, prefills),
+        "two_pass / high_attn": ratio(two_pass, high_attn),
+    }
+
+
+def bench_decoding(model: LoadedModel) -> dict[str, float]:
+    """64 tokens decoded from the 16x cache of 8,000 tokens, against the full cache."""
+    engine = TransformersEngine(model)
+    model.causal_lm.generation_config.eos_token_id = None
+    full = engine.prefill(tokens_of(engine, 8000), capture_seed=0)
+    small = make_strategy("two_pass").compact(CompactionRequest(engine, full, 500)).cache
+    whole = make_strategy("none").compact(CompactionRequest(engine, full, 8000)).cache
+    sampling = SamplingSettings(max_new_tokens=64)
+    prompt = [engine.encode("\nQuestion: what happened?\nAnswer:")]
+    times: dict[str, list[float]] = {"small": [], "live": [], "span": [], "plain": []}
+    for _ in range(3):
+        times["small"].append(seconds(lambda: engine.decode(small.fork(1), prompt, sampling)))
+        times["span"].append(seconds(lambda: engine.decode(whole.fork(1), prompt, sampling)))
+        live = full.fork()
+        times["live"].append(seconds(lambda: engine.decode(live, prompt, sampling)))
+        times["plain"].append(_decode_plain(model, full, prompt[0]))
+    return {
+        "64 tokens from the full cache (transformers' DynamicCache), seconds": statistics.median(times["plain"]),
+        "64 tokens, 16x cache / full cache (DynamicCache)": ratio(times["small"], times["plain"]),
+        "64 tokens, 16x cache / full cache (ours, live)": ratio(times["small"], times["live"]),
+        "64 tokens, 16x cache / full cache (ours, as a span)": ratio(times["small"], times["span"]),
+    }
+
+
+@torch.no_grad()
+def _decode_plain(model: LoadedModel, full: CompactedCache, prompt: list[int]) -> float:
+    """The same tokens through transformers' own cache and attention; filling that cache is not timed."""
+    from transformers import DynamicCache
+
+    lm = model.causal_lm
+    cache = DynamicCache(config=lm.config)
+    for index, layer in full.full_layers:
+        cache.update(layer.tail.keys[:, :, : layer.length].clone(), layer.tail.values[:, :, : layer.length].clone(), index)
+    lm.set_attn_implementation("sdpa")
+    try:
+        begun = time.perf_counter()
+        step = torch.tensor([prompt])
+        for _ in range(64):
+            step = lm(input_ids=step, cache=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+        return time.perf_counter() - begun
+    finally:
+        lm.set_attn_implementation("agentcompact")
+
+
+def bench_batching(model: LoadedModel) -> dict[str, float]:
+    """16 questions together, against one by one, from a 16x cache of 2,048 tokens."""
+    engine = TransformersEngine(model)
+    cache = engine.prefill(tokens_of(engine, 2048), capture_seed=0)
+    cache = make_strategy("two_pass").compact(CompactionRequest(engine, cache, 128)).cache
+    places = ["harbour", "lighthouse", "town hall", "warehouse", "chapel", "market", "quay", "school"]
+    questions = [f"What happened at the {place}?" for place in places] + [f"Who was last seen near the {place} and why?" for place in places]
+    sampling = SamplingSettings(max_new_tokens=32)
+    together, single = [], []
+    for _ in range(3):
+        together.append(seconds(lambda: answer(engine, cache, questions, sampling=sampling)))
+        single.append(seconds(lambda: [answer(engine, cache, question, sampling=sampling) for question in questions]))
+    return {"16 questions batched / one by one": ratio(together, single)}
+
+
+def bench_loading(model: LoadedModel) -> dict[str, float]:
+    """First token of an answer from the saved 8x cache of 4,096 tokens, against prefilling the document again."""
+    engine = TransformersEngine(model)
+    ids = tokens_of(engine, 4096)
+    sampling = SamplingSettings(max_new_tokens=1)
+    question = engine.encode("\nQuestion: what happened?\nAnswer:")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "document.kv"
+        cache = engine.prefill(ids, capture_seed=0)
+        make_strategy("two_pass").compact(CompactionRequest(engine, cache, 512)).cache.save(path)
+
+        def from_file() -> None:
+            engine.decode(CompactedCache.load(path, model), [question], sampling)
+
+        def again() -> None:
+            engine.decode(engine.prefill(ids), [question], sampling)
+
+        loads, prefills = [], []
+        for _ in range(3):
+            loads.append(seconds(from_file))
+            prefills.append(seconds(again))
+    return {
+        "load the cache file and give the first token, seconds": statistics.median(loads),
+        "prefill the document again / load the cache file, to the first token": ratio(prefills, loads),
+    }
+
+
+def bench_memory(_: LoadedModel) -> dict[str, float]:
+    """Peak memory of a process of its own that compacts 8,000 tokens."""
+    peaks = {}
+    for name in ("two_pass", "high_attn"):
+        made = subprocess.run(
+            [sys.executable, __file__, "--peak", name], capture_output=True, text=True, check=True, env={**os.environ}
+        )
+        peaks[f"peak memory of {name} at 16x of 8,000 tokens, GB"] = float(made.stdout)
+    return peaks
+
+
+def print_peak(strategy: str) -> None:
+    engine = TransformersEngine(load_model("smollm2", dtype="float32", device="cpu"))
+    cache = engine.prefill(tokens_of(engine, 8000), capture_seed=0)
+    make_strategy(strategy).compact(CompactionRequest(engine, cache, 500))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
+
+
+BENCHMARKS = {
+    "compaction": bench_compaction,
+    "decoding": bench_decoding,
+    "batching": bench_batching,
+    "loading": bench_loading,
+    "memory": bench_memory,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of: {', '.join(BENCHMARKS)} (default: all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.peak:
+        print_peak(options.peak)
+        return
+    unknown = set(options.names) - set(BENCHMARKS)
+    if unknown:
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
+    results: dict[str, float] = {}
+    for name in options.names or BENCHMARKS:
+        model = load_model("smollm2", dtype="float32", device="cpu")
+        figures = BENCHMARKS[name](model)
+        results.update(figures)
+        if not options.json:
+            for label, value in figures.items():
+                print(f"{label:75s} {value:8.3f}", flush=True)
+    if options.json:
+        print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
