@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from agentcompact.cache import CompactedCache, PromptFormat
-from agentcompact.engines import Engine, Generation, Progress, TransformersEngine
+from agentcompact.engines import Engine, Generation, Progress, TransformersEngine, question_ids
 from agentcompact.errors import DocumentError
 from agentcompact.models import LoadedModel
 from agentcompact.settings import SamplingSettings, resolve_budget
@@ -75,7 +75,7 @@ def recompact(
     progress: Progress | None = None,
     **settings: Any,
 ) -> CompactedCache:
-    """Compact a cache that exists, compacted before or not; arguments as for `compact`.
+    """Compact a cache that exists, compacted before or not; a ratio or a budget must be given.
 
     The ratio counts against the logical tokens of [start, stop), all of the cache by default: 16 after 8 halves it.
     """
@@ -159,12 +159,6 @@ def prompt_format(engine: Engine, kind: PromptKind) -> PromptFormat:
             raise DocumentError("the model has no chat template that a document can be put into: use raw prompts")
         return PromptFormat()
     return PromptFormat(kind="chat", prefix=parts.prefix, before_question="\n\n", after_question=parts.suffix)
-
-
-def question_ids(engine: Engine, form: PromptFormat, question: str) -> list[int]:
-    """Return the token ids of a question as it follows the document."""
-    after = engine.encode(form.after_question, control_tokens=form.kind == "chat")
-    return [*engine.encode(form.before_question + question.strip()), *after]
 
 
 def as_engine(model: LoadedModel | Engine) -> Engine:

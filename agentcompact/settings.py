@@ -73,11 +73,13 @@ def resolve_budget(tokens: int, *, ratio: float | None = None, budget: int | Non
     a ratio below 1 or not finite, or a budget below 1.
     """
     if (ratio is None) == (budget is None):
-        raise BudgetError("give either a ratio or a budget, not both" if budget else "give a ratio or a budget")
+        raise BudgetError("give a ratio or a budget" if ratio is None else "give a ratio or a budget, not both")
     if budget is not None:
+        if not isinstance(budget, int):
+            raise BudgetError(f"budget {budget!r} is no whole number")
         if budget < 1:
             raise BudgetError(f"budget {budget} is too small: at least one entry per head is kept")
         return budget
-    if ratio is None or not math.isfinite(ratio) or ratio < 1:
-        raise BudgetError(f"ratio {ratio:g} cannot be met: it must be a number of at least 1 (8 keeps one in eight)")
+    if not isinstance(ratio, (int, float)) or not math.isfinite(ratio) or ratio < 1:
+        raise BudgetError(f"ratio {ratio} cannot be met: it must be a number of at least 1 (8 keeps one in eight)")
     return max(1, math.ceil(tokens / ratio))

@@ -11,14 +11,15 @@ import torch
 from agentcompact.fitting import attention_statistics as module
 from agentcompact.fitting.attention_statistics import attention_statistics
 
-NAMES = ("rms", "mean", "highest", "mass", "log_scale", "log_normalizer", "row_maximum", "output")
+SCORES = ("rms", "mean", "max")
+NAMES = ("mass", "log_scale", "log_normalizer", "row_maximum", "output")
 
 
 def naive(queries, keys, bias, scaling, values):
     """Every statistic from its definition, query by query."""
     q, k, b, v = (t.double().numpy() for t in (queries, keys, bias, values))
     heads, m, _ = q.shape
-    found = {name: [] for name in NAMES}
+    found = {name: [] for name in (*SCORES, *NAMES)}
     for h in range(heads):
         scores = np.empty((m, k.shape[1]))
         for i in range(m):
@@ -35,7 +36,7 @@ def naive(queries, keys, bias, scaling, values):
         scale = scores.max()
         found["rms"].append(np.sqrt((weights**2).mean(axis=0)))
         found["mean"].append(weights.mean(axis=0))
-        found["highest"].append(weights.max(axis=0))
+        found["max"].append(weights.max(axis=0))
         found["mass"].append(np.exp(scores - scale).mean(axis=0))
         found["log_scale"].append(scale)
         found["log_normalizer"].append(log_normalizer)
@@ -55,7 +56,16 @@ def problem(heads=3, m=23, n=17, d=8, dv=5, spread=1.0, bias_spread=1.0, seed=0)
     return queries, keys, bias, 0.3, values
 
 
-def check(found, expected, rtol=2e-5, atol=1e-6):
+def check(compute, expected, rtol=2e-5, atol=1e-6):
+    """compute(score) gives the statistics with that score; everything else must not depend on it."""
+    for score in SCORES:
+        found = compute(score)
+        assert torch.isfinite(found.score).all(), score
+        np.testing.assert_allclose(found.score.numpy(), expected[score], rtol=rtol, atol=atol, err_msg=score)
+        check_rest(found, expected, rtol, atol)
+
+
+def check_rest(found, expected, rtol, atol):
     for name in NAMES:
         got = getattr(found, name)
         assert torch.isfinite(got).all(), name
@@ -69,20 +79,24 @@ def check(found, expected, rtol=2e-5, atol=1e-6):
 def test_equals_naive_softmax(monkeypatch, heads, rows_at_once):
     arguments = problem(heads=heads)
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", rows_at_once * 17)
-    check(attention_statistics(*arguments), naive(*arguments))
+    check(lambda score: attention_statistics(*arguments, score=score), naive(*arguments))
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 5, 1000])
 def test_batched_over_heads_as_on_a_gpu(monkeypatch, rows_at_once):
     arguments = problem(heads=4)
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", rows_at_once * 4 * 17)
-    check(module._statistics(*arguments), naive(*arguments))
+    queries, keys, bias, scaling, values = arguments
+    check(
+        lambda score: module._statistics(queries, keys, bias, values, scaling=scaling, score=score),
+        naive(*arguments),
+    )
 
 
 def test_block_smaller_than_one_row(monkeypatch):
     arguments = problem(m=4)
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", 3)
-    check(attention_statistics(*arguments), naive(*arguments))
+    check(lambda score: attention_statistics(*arguments, score=score), naive(*arguments))
 
 
 def test_small_masses_are_right_relatively():
@@ -90,7 +104,7 @@ def test_small_masses_are_right_relatively():
     found, expected = attention_statistics(*arguments), naive(*arguments)
     assert expected["mass"].min() < 1e-6
     np.testing.assert_allclose(found.mass.numpy(), expected["mass"], rtol=2e-4)
-    np.testing.assert_allclose(found.rms.numpy(), expected["rms"], rtol=2e-4)
+    np.testing.assert_allclose(found.score.numpy(), expected["rms"], rtol=2e-4)
 
 
 @pytest.mark.parametrize("rising", [True, False])
@@ -108,7 +122,7 @@ def test_scores_of_200_both_ways(monkeypatch, rising):
     arguments = (queries, keys, bias, 1.0, values)
     expected = naive(*arguments)
     assert expected["row_maximum"].max() > 195
-    check(attention_statistics(*arguments), expected, rtol=2e-4)
+    check(lambda score: attention_statistics(*arguments, score=score), expected, rtol=2e-4)
 
 
 def test_all_scores_of_a_query_far_below_the_others():
@@ -116,9 +130,9 @@ def test_all_scores_of_a_query_far_below_the_others():
     queries = torch.tensor([[[200.0], [-200.0]]])
     keys = torch.ones(1, 4, 1)
     values = torch.arange(4.0).reshape(1, 4, 1)
-    found = attention_statistics(queries, keys, torch.zeros(1, 4), 1.0, values)
+    found = attention_statistics(queries, keys, torch.zeros(1, 4), 1.0, values, score="mean")
     torch.testing.assert_close(found.mass, torch.full((1, 4), 0.5))
-    torch.testing.assert_close(found.mean, torch.full((1, 4), 0.25))
+    torch.testing.assert_close(found.score, torch.full((1, 4), 0.25))
     torch.testing.assert_close(found.row_maximum, torch.tensor([[200.0, -200.0]]))
     torch.testing.assert_close(found.log_normalizer, torch.tensor([[200.0, -200.0]]) + math.log(4))
     torch.testing.assert_close(found.output, torch.full((1, 2, 1), 1.5))
@@ -127,15 +141,19 @@ def test_all_scores_of_a_query_far_below_the_others():
 def test_bfloat16_inputs_are_computed_in_float32():
     queries, keys, bias, scaling, values = problem()
     half = [t.to(torch.bfloat16) for t in (queries, keys, values)]
-    found = attention_statistics(half[0], half[1], bias, scaling, half[2])
-    check(found, naive(half[0].float(), half[1].float(), bias, scaling, half[2].float()))
+    check(
+        lambda score: attention_statistics(half[0], half[1], bias, scaling, half[2], score=score),
+        naive(half[0].float(), half[1].float(), bias, scaling, half[2].float()),
+    )
 
 
 def test_without_values_there_is_no_output():
     queries, keys, bias, scaling, values = problem()
     without = attention_statistics(queries, keys, bias, scaling)
     assert without.output is None
-    torch.testing.assert_close(without.rms, attention_statistics(queries, keys, bias, scaling, values).rms)
+    torch.testing.assert_close(
+        without.score, attention_statistics(queries, keys, bias, scaling, values).score
+    )
 
 
 def test_inputs_are_left_as_they_were():

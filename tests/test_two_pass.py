@@ -211,9 +211,9 @@ def test_shortlist_of_everything_equals_high_attn(engine, cache, budget, k):
 def test_a_first_pass_that_cannot_choose_is_skipped(engine, cache, monkeypatch, k, passes):
     calls = []
 
-    def counted(queries, *rest):
+    def counted(queries, *rest, **named):
         calls.append(queries.shape[1])
-        return attention_statistics(queries, *rest)
+        return attention_statistics(queries, *rest, **named)
 
     monkeypatch.setattr(attention_matching, "attention_statistics", counted)
     strategy = make_strategy("two_pass", shortlist=k, first_pass_queries=3)
@@ -252,7 +252,9 @@ def overlap(a, b):
 
 def select(engine, cache, group, name, seed=0, budget=20, **settings):
     strategy = make_strategy(name, bias="redistribute", values="direct", **settings)
-    return strategy.compact_heads(group, 0, request_of(engine, cache, budget, seed), Phases())[3]
+    request = request_of(engine, cache, budget, seed)
+    scored = strategy._score(group, 0, request)
+    return strategy._fit_heads(scored, slice(0, len(group.heads)), budget, request, Phases())[3]
 
 
 def test_overlap_with_full_selection_rises_with_the_shortlist(engine, cache):

@@ -6,6 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+USEFUL_SAMPLE = 256
+"""Positions that a sample of a span's queries should have; with fewer they are captured again, for that span alone."""
+
 
 class CapturedQueries:
     """Post-RoPE queries of up to `capacity` positions, the same positions in every layer.
@@ -22,6 +25,8 @@ class CapturedQueries:
         self._layers: dict[int, Tensor] = {}
         self._plan: tuple[Tensor, Tensor] | None = None
         self.shared = False
+        self.first = 0
+        """Positions before this one are not captured."""
 
     @classmethod
     def within_bytes(cls, limit: int, bytes_per_position: int, seed: int = 0) -> CapturedQueries:
@@ -46,7 +51,8 @@ class CapturedQueries:
 
         `expected` is how many positions the whole prefill will bring, so that the store is allocated once.
         """
-        incoming = np.arange(start, start + count, dtype=np.uint64)
+        skipped = min(count, max(0, self.first - start))
+        incoming = np.arange(start + skipped, start + count, dtype=np.uint64)
         priorities = np.concatenate([self._priorities, _mixed(incoming, self.seed)])
         held = len(self._priorities)
         if len(priorities) > self.capacity:
@@ -60,10 +66,10 @@ class CapturedQueries:
         size = held + len(rows) - len(free)
         positions = np.concatenate([self.positions.numpy(), np.zeros(size - held, dtype=np.int64)])
         grown = np.concatenate([self._priorities, np.zeros(size - held, dtype=np.uint64)])
-        positions[slots] = start + rows
+        positions[slots] = start + skipped + rows
         grown[slots] = priorities[held:][rows]
         self.positions, self._priorities = torch.from_numpy(positions), grown
-        self._plan = (torch.from_numpy(slots), torch.from_numpy(rows))
+        self._plan = (torch.from_numpy(slots), torch.from_numpy(rows + skipped))
         self._expected = min(self.capacity, max(size, held + expected))
 
     def take(self, layer: int, query: Tensor) -> None:
@@ -105,9 +111,9 @@ class CapturedQueries:
         return store[:, inside.to(store.device)]
 
     def covers(self, start: int, stop: int) -> bool:
-        """Whether positions in [start, stop) were captured as far as the bound allows: all of them, or a sample."""
+        """Whether the store has queries of [start, stop): all of them, or a sample that is worth using."""
         inside = int(((self.positions >= start) & (self.positions < stop)).sum())
-        return inside == stop - start or (inside > 0 and len(self.positions) == self.capacity)
+        return inside == stop - start or inside >= min(stop - start, USEFUL_SAMPLE)
 
 
 def _mixed(positions: np.ndarray, seed: int) -> np.ndarray:

@@ -74,8 +74,23 @@ class Engine(Protocol):
     ) -> CompactedCache:
         """Append token ids to a cache (a new one by default) and return it."""
 
-    def capture(self, token_ids: Sequence[int], seed: int, progress: Progress | None = None) -> CapturedQueries:
-        """Run token ids once more, only for their queries; counted as compaction work."""
+    def capture(
+        self,
+        turns: Sequence[Sequence[int]],
+        seed: int,
+        *,
+        after: CompactedCache | None = None,
+        first: int = 0,
+        progress: Progress | None = None,
+    ) -> CapturedQueries:
+        """Run turns of token ids only for their queries, each for itself behind a cache, which stays as it is.
+
+        Without a cache a turn is a sequence of its own, and queries before position `first` are not kept. The work
+        counts as compaction work. Raises CacheError where the settings leave no room for queries.
+        """
+
+    def decode_text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, control tokens left out."""
 
     def decode(
         self,

@@ -101,16 +101,33 @@ class TransformersEngine:
         cache.metadata.prefill_seconds = (cache.metadata.prefill_seconds or 0) + time.perf_counter() - begun
         return cache
 
-    def capture(self, token_ids: Sequence[int], seed: int, progress: Progress | None = None) -> CapturedQueries:
-        """Return the queries of these tokens as a sequence of their own; the pass counts as compaction work."""
-        cache = self.new_cache()
-        store = self._capture_store(cache, 0, seed)
+    def capture(
+        self,
+        turns: Sequence[Sequence[int]],
+        seed: int,
+        *,
+        after: CompactedCache | None = None,
+        first: int = 0,
+        progress: Progress | None = None,
+    ) -> CapturedQueries:
+        store = self._new_store(seed)
         if store is None:
-            raise CacheError("no queries can be captured: the engine's capture_bytes is 0")
-        cache.reserve(len(token_ids))
-        self._run(token_ids, cache, store, progress, "reference queries")
-        self.counters.compaction_tokens += len(token_ids)
+            raise CacheError("no queries can be captured: the engine's capture_bytes is too small")
+        store.first = first
+        total, done = sum(len(turn) for turn in turns), 0
+        shared = None if after is None else after.fork(batch_size=1)
+        for turn in turns:
+            cache = self.new_cache() if shared is None else shared.fork()
+            cache.reserve(len(turn))
+            told = None if progress is None else _shifted(progress, done, total)
+            self._run(turn, cache, store, told, "reference queries", numbered_from=done, still=total - done)
+            done += len(turn)
+        self.counters.compaction_tokens += total
         return store
+
+    def decode_text(self, token_ids: Sequence[int]) -> str:
+        text: str = self.model.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
 
     def decode(
         self,
@@ -180,9 +197,16 @@ class TransformersEngine:
         capture: CapturedQueries | None,
         progress: Progress | None,
         phase: str,
+        numbered_from: int | None = None,
+        still: int | None = None,
     ) -> None:
-        """Run tokens through the model in chunks, without logits that nobody reads."""
+        """Run tokens through the model in chunks, without logits that nobody reads.
+
+        Captured queries are filed under their positions, or numbered from `numbered_from` on; `still` is how many are
+        to come, this call's tokens by default.
+        """
         total = len(token_ids)
+        number = cache.next_position if numbered_from is None else numbered_from
         ids = torch.tensor([list(token_ids)], device=self.model.device)
         for begin in range(0, total, self.settings.prefill_chunk):
             chunk = ids[:, begin : begin + self.settings.prefill_chunk]
@@ -192,7 +216,7 @@ class TransformersEngine:
             if capture is None:
                 self.model.causal_lm(**inputs, use_cache=True, logits_to_keep=1)
             else:
-                capture.plan(position, chunk.shape[1], total - begin)
+                capture.plan(number + begin, chunk.shape[1], (total if still is None else still) - begin)
                 with cache.observed(capture.take):
                     self.model.causal_lm(**inputs, use_cache=True, logits_to_keep=1)
             if progress is not None:
@@ -239,16 +263,19 @@ class TransformersEngine:
 
     def _capture_store(self, cache: CompactedCache, start: int, seed: int | None) -> CapturedQueries | None:
         """Return where the queries go: on with what the cache has, a new store, or none."""
-        if seed is None or self.settings.capture_bytes == 0:
+        if seed is None:
             return None
         held = cache.captured
         if held is not None and start and held.seed == seed:
             return held.clone() if held.shared else held
-        if start:
-            return None
+        return None if start else self._new_store(seed)
+
+    def _new_store(self, seed: int) -> CapturedQueries | None:
+        """Return a store that the settings' bound leaves room for, or None."""
         size = torch.finfo(self.model.dtype).bits // 8
         each = len(self.geometry.full_layers) * self.geometry.query_heads * self.geometry.head_dim * size
-        return CapturedQueries.within_bytes(self.settings.capture_bytes, each, seed)
+        store = CapturedQueries.within_bytes(self.settings.capture_bytes, each, seed)
+        return store if store.capacity else None
 
     def _check_room(self, start: int, tokens: int, more: int = 0) -> None:
         limit = self.geometry.max_positions
@@ -261,3 +288,8 @@ class TransformersEngine:
                 + (", ask for fewer new tokens," if more else "")
                 + " or take a model with a longer context"
             )
+
+
+def _shifted(progress: Progress, done: int, total: int) -> Progress:
+    """Report the progress of a part as that of the whole."""
+    return lambda phase, part, _: progress(phase, done + part, total)

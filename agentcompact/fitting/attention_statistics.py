@@ -2,92 +2,104 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 20
-"""Scores held at a time (4 MB in float32)."""
+"""Scores held at a time: 4 MB in float32, small enough for a processor's caches."""
+
+Score = Literal["rms", "mean", "max"]
 
 
 @dataclass(frozen=True)
 class AttentionStatistics:
     """What queries (heads, m, d) read from keys (heads, n, d).
 
-    rms, mean, highest: (heads, n), each key's softmax weight over the queries by root mean square, mean, maximum.
+    score: (heads, n), each key's softmax weights over the queries by root mean square, mean or maximum.
     mass: (heads, n), the mean unnormalised weight exp(score - log_scale) of each key.
     log_scale: (heads,), the one maximum per head that was subtracted, so masses of all queries share a scale.
-    log_normalizer: (heads, m). row_maximum: (heads, m), the highest score of each query. output: (heads, m, value_dim), where values were given.
+    log_normalizer: (heads, m). row_maximum: (heads, m), the highest score of each query.
+    output: (heads, m, value_dim), where values were given.
     """
 
-    rms: Tensor
-    mean: Tensor
-    highest: Tensor
+    score: Tensor
     mass: Tensor
     log_scale: Tensor
     log_normalizer: Tensor
     row_maximum: Tensor
     output: Tensor | None
 
+    def of_heads(self, rows: slice) -> AttentionStatistics:
+        """Return the statistics of some of the heads."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return AttentionStatistics(**{name: None if t is None else t[rows] for name, t in parts.items()})
+
 
 def attention_statistics(
-    queries: Tensor, keys: Tensor, bias: Tensor, scaling: float, values: Tensor | None = None
+    queries: Tensor, keys: Tensor, bias: Tensor, scaling: float, values: Tensor | None = None, *, score: Score = "rms"
 ) -> AttentionStatistics:
     """Softmax over the n keys, without a causal mask, for every query.
 
     queries: (heads, m, d). keys: (heads, n, d). bias: (heads, n), added to the scaled scores. values: (heads, n, dv)
     or None. Everything is computed in float32.
     """
-    queries, keys, bias = queries.float(), keys.float(), bias.float()
+    inputs = [queries.float(), keys.float(), bias.float()]
     if values is not None:
-        values = values.float()
-    if queries.device.type != "cpu" or queries.shape[0] == 1:
-        return _statistics(queries, keys, bias, scaling, values)
+        inputs.append(values.float())
+    if queries.device.type != "cpu":
+        return _statistics(*inputs, scaling=scaling, score=score)
     # One head at a time keeps each product whole and its block in the cache; a batched one is split by head.
     parts = [
-        _statistics(queries[h : h + 1], keys[h : h + 1], bias[h : h + 1], scaling, None if values is None else values[h : h + 1])
-        for h in range(queries.shape[0])
+        _statistics(*(t[head : head + 1] for t in inputs), scaling=scaling, score=score)
+        for head in range(queries.shape[0])
     ]
     joined = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("rms", "mean", "highest", "mass", "log_scale", "log_normalizer", "row_maximum")
+        field.name: torch.cat([getattr(part, field.name) for part in parts])
+        for field in fields(AttentionStatistics)
+        if field.name != "output" or values is not None
     }
-    output = None if values is None else torch.cat([part.output for part in parts if part.output is not None])
-    return AttentionStatistics(**joined, output=output)
+    return AttentionStatistics(**{"output": None, **joined})
 
 
 def _statistics(
-    queries: Tensor, keys: Tensor, bias: Tensor, scaling: float, values: Tensor | None
+    queries: Tensor, keys: Tensor, bias: Tensor, values: Tensor | None = None, *, scaling: float, score: Score
 ) -> AttentionStatistics:
     heads, m, _ = queries.shape
     n = keys.shape[1]
-    squares, sums, highest, mass = (queries.new_zeros(heads, n) for _ in range(4))
+    summed, mass = queries.new_zeros(heads, n), queries.new_zeros(heads, n)
     log_scale = queries.new_full((heads,), float("-inf"))
     log_normalizer, row_maximum = queries.new_empty(heads, m), queries.new_empty(heads, m)
     output = None if values is None else queries.new_empty(heads, m, values.shape[-1])
     transposed, bias_row = keys.transpose(1, 2), bias[:, None]
-    rows = max(1, BLOCK_ELEMENTS // (heads * n))
+    rows = min(m, max(1, BLOCK_ELEMENTS // (heads * n)))
+    buffer = queries.new_empty(heads, rows, n)
     for start in range(0, m, rows):
         block = slice(start, min(start + rows, m))
-        scores = torch.baddbmm(bias_row, queries[:, block], transposed, alpha=scaling)
-        top = scores.amax(dim=2, keepdim=True)
-        weights = scores.sub_(top).exp_()
-        total = weights.sum(dim=2, keepdim=True)
-        row_maximum[:, block] = top[..., 0]
-        log_normalizer[:, block] = (top + total.log())[..., 0]
+        weights = buffer if block.stop - start == rows else buffer[:, : block.stop - start].contiguous()
+        torch.baddbmm(bias_row, queries[:, block], transposed, alpha=scaling, out=weights)
+        top = weights.amax(dim=2)
+        total = weights.sub_(top[..., None]).exp_().sum(dim=2)
+        row_maximum[:, block] = top
+        log_normalizer[:, block] = top + total.log()
         if values is not None and output is not None:
-            output[:, block] = (weights @ values) / total
-        scale = torch.maximum(log_scale, top.amax(dim=1)[:, 0])
+            output[:, block] = (weights @ values) / total[..., None]
+        scale = torch.maximum(log_scale, top.amax(dim=1))
         mass.mul_((log_scale - scale).exp()[:, None])
-        per_query = torch.cat([(top - scale[:, None, None]).exp(), 1 / total], dim=2).transpose(1, 2)
-        columns = per_query @ weights
-        mass += columns[:, 0]
-        sums += columns[:, 1]
+        mass += _over_queries((top - scale[:, None]).exp(), weights)
         log_scale = scale
-        weights.mul_(per_query[:, 1, :, None])
-        torch.maximum(highest, weights.amax(dim=1), out=highest)
-        squares += weights.square_().sum(dim=1)
-    return AttentionStatistics(
-        (squares / m).sqrt(), sums / m, highest, mass / m, log_scale, log_normalizer, row_maximum, output
-    )
+        if score == "rms":
+            summed += _over_queries(total.square().reciprocal(), weights.square_())
+        elif score == "mean":
+            summed += _over_queries(total.reciprocal(), weights)
+        else:
+            torch.maximum(summed, weights.div_(total[..., None]).amax(dim=1), out=summed)
+    scores = {"rms": (summed / m).sqrt(), "mean": summed / m, "max": summed}[score]
+    return AttentionStatistics(scores, mass / m, log_scale, log_normalizer, row_maximum, output)
+
+
+def _over_queries(factors: Tensor, weights: Tensor) -> Tensor:
+    """Sum factor times weight over the queries: (heads, m) and (heads, m, n) -> (heads, n)."""
+    return (factors[:, None] @ weights)[:, 0]

@@ -23,4 +23,4 @@ def context_prefill_queries(
         raise CapabilityError("this strategy needs reference queries, and the engine cannot capture any")
     if len(cache.token_ids) < stop:
         raise CacheError("the cache has neither captured queries nor its token ids: prefill the text again")
-    return engine.capture(cache.token_ids[:stop], seed, progress)
+    return engine.capture([cache.token_ids[:stop]], seed, first=start, progress=progress)

@@ -1,4 +1,4 @@
-"""The interface of a strategy, and the loop over layers that those of one layer at a time share."""
+"""The interface of a strategy, and what strategies share."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from agentcompact.cache import CompactedCache, Report, Span
-from agentcompact.engines import CAPTURES_QUERIES, Engine, Progress
+from agentcompact.engines import Engine, Progress
 from agentcompact.errors import BudgetError, CapabilityError, UnsupportedModelError
-from agentcompact.queries import context_prefill_queries
 from agentcompact.settings import build_settings
 
 
@@ -145,8 +144,12 @@ class Strategy(ABC):
             )
         if request.budget < 1:
             raise BudgetError(f"budget {request.budget} is too small: at least one entry per head is kept")
-        if request.end <= request.start:
-            raise BudgetError("there is nothing to compact: the span is empty")
+        length, fixed = request.cache.next_position, request.cache.span_tokens
+        if not 0 <= request.start < request.end <= length or request.end < fixed:
+            compacted = f", of which {fixed:,} are compacted already and stay together" if fixed else ""
+            raise BudgetError(
+                f"positions {request.start:,} to {request.end:,} are no span of the cache's {length:,} tokens{compacted}"
+            )
 
 
 @dataclass(frozen=True)
@@ -163,40 +166,6 @@ class HeadGroup:
     bias: Tensor
     positions: Tensor
     queries: Tensor
-
-
-class LayerwiseStrategy(Strategy):
-    """A strategy that compacts each layer by itself from context-prefill queries, with a uniform budget."""
-
-    needs = frozenset({CAPTURES_QUERIES})
-
-    @abstractmethod
-    def compact_heads(
-        self, group: HeadGroup, layer: int, request: CompactionRequest, phases: Phases
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (keys, values, bias, positions) of `request.budget` entries for each head of the group."""
-
-    def compact_spans(
-        self, request: CompactionRequest, spans: Sequence[Span], phases: Phases, report: Report
-    ) -> list[Span]:
-        with phases.phase("reference queries"):
-            captured = context_prefill_queries(
-                request.engine, request.cache, request.start, request.end, request.seed, request.progress
-            )
-        new = []
-        for done, ((index, _), span) in enumerate(zip(request.cache.full_layers, spans, strict=True)):
-            queries = captured.layer(index, request.start, request.end)
-            heads: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-            for group in head_groups(span, queries):
-                if group.keys.shape[1] <= request.budget:
-                    parts = (group.keys, group.values, group.bias, group.positions)
-                else:
-                    parts = self.compact_heads(group, index, request, phases)
-                heads.extend(zip(*parts, strict=True))
-            new.append(Span.from_heads(heads).to(dtype=span.keys.dtype))
-            if request.progress is not None:
-                request.progress(f"{self.name}: layers", done + 1, len(spans))
-        return new
 
 
 def head_groups(span: Span, queries: Tensor) -> Iterator[HeadGroup]:

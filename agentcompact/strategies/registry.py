@@ -24,6 +24,9 @@ def register_strategy(strategy: StrategyType) -> StrategyType:
     known = _registered.get(strategy.name)
     if known is not None and known is not strategy:
         raise SettingsError(f"strategy '{strategy.name}' is registered already, by {known.__module__}")
+    for point in entry_points(group=ENTRY_POINT_GROUP, name=strategy.name):
+        if point.value != f"{strategy.__module__}:{strategy.__qualname__}":
+            raise SettingsError(f"strategy '{strategy.name}' is registered already, by {point.value}")
     _registered[strategy.name] = strategy
     return strategy
 
