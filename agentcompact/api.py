@@ -12,7 +12,7 @@ from agentcompact.cache import CompactedCache, PromptFormat
 from agentcompact.engines import Engine, Generation, Progress, TransformersEngine, question_ids
 from agentcompact.errors import DocumentError
 from agentcompact.models import LoadedModel
-from agentcompact.settings import SamplingSettings, resolve_budget
+from agentcompact.settings import SamplingSettings, build_settings, resolve_budget
 from agentcompact.strategies import CompactionRequest, Strategy, make_strategy
 
 PromptKind = Literal["auto", "chat", "raw"]
@@ -36,7 +36,7 @@ def compact(
 
     ratio: entries before for each one kept, 8 by default; or budget: entries per layer and KV head. prompt: "chat" puts
     the text into the model's chat template, so that questions are asked as a user's; "raw" asks them after the plain
-    text; "auto" is chat where the model has a template. document: a name kept in the metadata. settings: the
+    text; "auto" is chat where the model has a template, but raw for the embedded model, which answers better so. document: a name kept in the metadata. settings: the
     strategy's own. The report is the last of `cache.metadata.reports`.
 
     Raises DocumentError for an empty text, ContextLengthError for one that is longer than the model's context,
@@ -133,7 +133,8 @@ def answer(
     token id. Raises DocumentError for an empty question, ContextLengthError where question and answer do not fit.
     """
     engine = as_engine(model)
-    sampling = sampling or SamplingSettings(**settings)
+    sampling = sampling or build_settings(SamplingSettings, settings, "sampling")
+    sampling = sampling.model_copy(update={"stop": (*sampling.stop, *cache.metadata.prompt.stop)})
     asked = [questions] if isinstance(questions, str) else list(questions)
     if any(not question.strip() for question in asked):
         raise DocumentError("a question is empty")
@@ -153,12 +154,16 @@ def answer(
 
 def prompt_format(engine: Engine, kind: PromptKind) -> PromptFormat:
     """Return the text around a document and its questions. Raises DocumentError for "chat" without a template."""
+    if kind == "auto" and engine.prefers_raw_prompts:
+        kind = "raw"
     parts = None if kind == "raw" else engine.prompt_parts()
     if parts is None:
         if kind == "chat":
             raise DocumentError("the model has no chat template that a document can be put into: use raw prompts")
         return PromptFormat()
-    return PromptFormat(kind="chat", prefix=parts.prefix, before_question="\n\n", after_question=parts.suffix)
+    return PromptFormat(
+        kind="chat", prefix=parts.prefix, before_question="\n\n", after_question=parts.suffix, stop=()
+    )
 
 
 def as_engine(model: LoadedModel | Engine) -> Engine:

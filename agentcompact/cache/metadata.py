@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 class PromptFormat(BaseModel):
     """The text around a document and around each question about it.
 
-    The cache holds `prefix` + document; a question is asked as `before_question` + question + `after_question`.
+    The cache holds `prefix` + document; a question is asked as `before_question` + question + `after_question`, and
+    its answer ends at any of `stop`, for a model that goes on with a question of its own.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -19,6 +20,7 @@ class PromptFormat(BaseModel):
     prefix: str = ""
     before_question: str = "\nQuestion: "
     after_question: str = "\nAnswer:"
+    stop: tuple[str, ...] = ("\nQuestion:",)
 
 
 class Report(BaseModel):

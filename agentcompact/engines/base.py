@@ -44,6 +44,8 @@ class Engine(Protocol):
     capabilities: frozenset[str]
     settings: EngineSettings
     counters: EngineCounters
+    prefers_raw_prompts: bool
+    """Whether the model answers better after a plain text than in its chat template."""
 
     def new_cache(self) -> CompactedCache:
         """Return an empty cache for this model, its metadata naming the model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import click
 
@@ -30,7 +30,12 @@ def command(name: str | None, quiet: bool, as_json: bool) -> None:
             "summary": each.summary,
             "needs": sorted(each.needs),
             "settings": [
-                {"name": key, "default": field.get_default(), "description": field.description or ""}
+                {
+                    "name": key,
+                    "default": field.get_default(),
+                    "choices": list(get_args(field.annotation)) if get_origin(field.annotation) is Literal else None,
+                    "description": field.description or "",
+                }
                 for key, field in each.settings_type.model_fields.items()
             ],
         }
@@ -55,7 +60,9 @@ def _print(facts: list[dict[str, Any]]) -> None:
         table.add_column(style="cyan", no_wrap=True)
         table.add_column(overflow="fold", style="dim")
         for setting in each["settings"]:
-            table.add_row(f"  {setting['name']}={setting['default']}", escape(setting["description"]))
+            others = [choice for choice in setting["choices"] or [] if choice != setting["default"]]
+            also = f" (or {', '.join(others)})" if others else ""
+            table.add_row(f"  {setting['name']}={setting['default']}", escape(setting["description"] + also))
         if each["settings"]:
             out.print(table)
     out.print("\nChange a setting with --set NAME=VALUE.", style="dim")
