@@ -36,8 +36,9 @@ def compact(
 
     ratio: entries before for each one kept, 8 by default; or budget: entries per layer and KV head. prompt: "chat" puts
     the text into the model's chat template, so that questions are asked as a user's; "raw" asks them after the plain
-    text; "auto" is chat where the model has a template, but raw for the embedded model, which answers better so. document: a name kept in the metadata. settings: the
-    strategy's own. The report is the last of `cache.metadata.reports`.
+    text; "auto" is chat where the model has a template, but raw for the embedded model, which answers better so.
+    document: a name kept in the metadata. settings: the strategy's own. The report is the last of
+    `cache.metadata.reports`.
 
     Raises DocumentError for an empty text, ContextLengthError for one that is longer than the model's context,
     BudgetError and SettingsError for what cannot be met.
@@ -48,7 +49,12 @@ def compact(
     resolve_budget(1, ratio=ratio, budget=budget)
     engine = as_engine(model)
     cache = prefill_document(
-        engine, text, prompt=prompt, document=document, capture_seed=seed if method.needs else None, progress=progress
+        engine,
+        text,
+        prompt=prompt,
+        document=document,
+        capture_seed=seed if method.needs else None,
+        progress=progress,
     )
     request = CompactionRequest(
         engine=engine,
@@ -161,9 +167,7 @@ def prompt_format(engine: Engine, kind: PromptKind) -> PromptFormat:
         if kind == "chat":
             raise DocumentError("the model has no chat template that a document can be put into: use raw prompts")
         return PromptFormat()
-    return PromptFormat(
-        kind="chat", prefix=parts.prefix, before_question="\n\n", after_question=parts.suffix, stop=()
-    )
+    return PromptFormat(kind="chat", prefix=parts.prefix, before_question="\n\n", after_question=parts.suffix, stop=())
 
 
 def as_engine(model: LoadedModel | Engine) -> Engine:

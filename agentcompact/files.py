@@ -16,7 +16,9 @@ def check_output(path: Path, *, overwrite: bool) -> None:
     if path.is_dir():
         raise WriteError(f"{path} is a folder: name a file in it")
     if path.exists() and not overwrite:
-        raise OutputExistsError(f"{path} exists already: add --force (overwrite=True) to replace it, or name another file")
+        raise OutputExistsError(
+            f"{path} exists already: add --force (overwrite=True) to replace it, or name another file"
+        )
     if not path.parent.is_dir():
         raise WriteError(f"the folder {path.parent} does not exist")
     if not os.access(path.parent, os.W_OK):

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,7 +66,7 @@ def bench_compaction(model: LoadedModel) -> dict[str, float]:
         cache = engine.prefill(ids, capture_seed=0)
         prefills.append(time.perf_counter() - begun)
         for name, times in (("two_pass", two_pass), ("high_attn", high_attn)):
-            times.append(seconds(lambda name=name: make_strategy(name).compact(CompactionRequest(engine, cache, 256))))
+            times.append(seconds(partial(make_strategy(name).compact, CompactionRequest(engine, cache, 256))))
     return {
         "prefill of 4,096 tokens, seconds": statistics.median(prefills),
         "two_pass at 16x / prefill": ratio(two_pass, prefills),
@@ -88,7 +89,7 @@ def bench_decoding(model: LoadedModel) -> dict[str, float]:
         times["small"].append(seconds(lambda: engine.decode(small.fork(1), prompt, sampling)))
         times["span"].append(seconds(lambda: engine.decode(whole.fork(1), prompt, sampling)))
         live = full.fork()
-        times["live"].append(seconds(lambda: engine.decode(live, prompt, sampling)))
+        times["live"].append(seconds(partial(engine.decode, live, prompt, sampling)))
         times["plain"].append(_decode_plain(model, full, prompt[0]))
     return {
         "64 tokens from the full cache (transformers' DynamicCache), seconds": statistics.median(times["plain"]),
@@ -106,7 +107,11 @@ def _decode_plain(model: LoadedModel, full: CompactedCache, prompt: list[int]) -
     lm = model.causal_lm
     cache = DynamicCache(config=lm.config)
     for index, layer in full.full_layers:
-        cache.update(layer.tail.keys[:, :, : layer.length].clone(), layer.tail.values[:, :, : layer.length].clone(), index)
+        cache.update(
+            layer.tail.keys[:, :, : layer.length].clone(),
+            layer.tail.values[:, :, : layer.length].clone(),
+            index,
+        )
     lm.set_attn_implementation("sdpa")
     try:
         begun = time.perf_counter()
@@ -124,7 +129,9 @@ def bench_batching(model: LoadedModel) -> dict[str, float]:
     cache = engine.prefill(tokens_of(engine, 2048), capture_seed=0)
     cache = make_strategy("two_pass").compact(CompactionRequest(engine, cache, 128)).cache
     places = ["harbour", "lighthouse", "town hall", "warehouse", "chapel", "market", "quay", "school"]
-    questions = [f"What happened at the {place}?" for place in places] + [f"Who was last seen near the {place} and why?" for place in places]
+    questions = [f"What happened at the {place}?" for place in places] + [
+        f"Who was last seen near the {place} and why?" for place in places
+    ]
     sampling = SamplingSettings(max_new_tokens=32)
     together, single = [], []
     for _ in range(3):
@@ -165,7 +172,11 @@ def bench_memory(_: LoadedModel) -> dict[str, float]:
     peaks = {}
     for name in ("two_pass", "high_attn"):
         made = subprocess.run(
-            [sys.executable, __file__, "--peak", name], capture_output=True, text=True, check=True, env={**os.environ}
+            [sys.executable, __file__, "--peak", name],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ},
         )
         peaks[f"peak memory of {name} at 16x of 8,000 tokens, GB"] = float(made.stdout)
     return peaks

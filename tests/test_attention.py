@@ -31,9 +31,7 @@ def explicit(query, span, key, value, scaling, seen=None):
 
 
 def ragged_span(lengths, dim, spread=1.0):
-    heads = [
-        (torch.randn(n, dim) * spread, torch.randn(n, dim), torch.randn(n), torch.arange(n)) for n in lengths
-    ]
+    heads = [(torch.randn(n, dim) * spread, torch.randn(n, dim), torch.randn(n), torch.arange(n)) for n in lengths]
     return Span.from_heads(heads)
 
 
@@ -45,7 +43,9 @@ def test_equals_explicit_softmax(lengths, shape):
     query = torch.randn(batch, 6, q, 16)
     key, value = torch.randn(batch, 2, n, 16), torch.randn(batch, 2, n, 16)
     span = ragged_span(lengths, 16)
-    assert torch.allclose(attend(query, span, key, value, None, 0.3).double(), explicit(query, span, key, value, 0.3), atol=1e-5)
+    assert torch.allclose(
+        attend(query, span, key, value, None, 0.3).double(), explicit(query, span, key, value, 0.3), atol=1e-5
+    )
 
 
 def test_padded_call_equals_loop_and_gives_unused_slots_nothing(monkeypatch):
@@ -53,7 +53,6 @@ def test_padded_call_equals_loop_and_gives_unused_slots_nothing(monkeypatch):
     torch.manual_seed(1)
     span = ragged_span((2, 11, 5), 8, spread=30)
     query = torch.randn(2, 6, 3, 8) * 30
-    key, value = torch.randn(2, 3, 3, 8), torch.randn(2, 3, 3, 8)
     grouped = query.view(2, 3, 2, 3, 8)
     loop = attention_module._span_branch(grouped, span, 0.5)
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_text, tiny_tokens
 
-from agentcompact import CompactionRequest, EngineSettings, TransformersEngine, compact, make_strategy, recompact
+from agentcompact import (
+    CompactionRequest,
+    EngineSettings,
+    TransformersEngine,
+    compact,
+    make_strategy,
+    recompact,
+)
 from agentcompact.engines import question_ids
 from agentcompact.errors import BudgetError, CacheError, ContextLengthError
 from agentcompact.fitting.budgets import global_budgets

@@ -184,7 +184,10 @@ def test_a_bounded_store_keeps_the_same_positions_for_any_chunks(chunk):
     earlier = store.before(50)
     assert earlier.positions.max() < 50
     assert torch.equal(earlier.layer(0), queries[0][:, earlier.positions])
-    assert torch.equal(store.layer(0, 20, 60), queries[0][:, store.positions[(store.positions >= 20) & (store.positions < 60)]])
+    assert torch.equal(
+        store.layer(0, 20, 60),
+        queries[0][:, store.positions[(store.positions >= 20) & (store.positions < 60)]],
+    )
 
 
 def test_spans_join_head_by_head():

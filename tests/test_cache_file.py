@@ -118,7 +118,11 @@ def test_every_flipped_byte_is_noticed(tmp_path, model, cache):
     data = path.read_bytes()
     header_end = 8 + int.from_bytes(data[:8], "little")
     generator = random.Random(0)
-    places = [*range(12), *generator.sample(range(12, header_end), 150), *generator.sample(range(header_end, len(data)), 60)]
+    places = [
+        *range(12),
+        *generator.sample(range(12, header_end), 150),
+        *generator.sample(range(header_end, len(data)), 60),
+    ]
     for place in places:
         damaged = bytearray(data)
         damaged[place] ^= 1 << generator.randrange(8)
@@ -240,7 +244,10 @@ def test_a_full_disk_leaves_nothing(tmp_path, cache):
         """
     )
     made = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "refused:" in made.stdout
     assert "could not be written" in made.stdout

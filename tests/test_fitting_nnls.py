@@ -66,8 +66,7 @@ def test_published_equals_its_reference(m, t, ridge):
     gram, right = equations(a, y)
     found = nnls_published(gram, right, LOWER, UPPER, ridge)
     expected = [
-        published_reference(g, r, LOWER, UPPER, ridge)
-        for g, r in zip(gram.numpy(), right.numpy(), strict=True)
+        published_reference(g, r, LOWER, UPPER, ridge) for g, r in zip(gram.numpy(), right.numpy(), strict=True)
     ]
     assert found.dtype == torch.float64
     np.testing.assert_allclose(found.numpy(), np.array(expected), rtol=1e-6, atol=1e-9)

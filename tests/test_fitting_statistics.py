@@ -151,9 +151,7 @@ def test_without_values_there_is_no_output():
     queries, keys, bias, scaling, values = problem()
     without = attention_statistics(queries, keys, bias, scaling)
     assert without.output is None
-    torch.testing.assert_close(
-        without.score, attention_statistics(queries, keys, bias, scaling, values).score
-    )
+    torch.testing.assert_close(without.score, attention_statistics(queries, keys, bias, scaling, values).score)
 
 
 def test_inputs_are_left_as_they_were():

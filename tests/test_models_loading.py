@@ -77,9 +77,7 @@ def test_unavailable_device(original: Path, device: str) -> None:
         load_model(str(original), device=device)
 
 
-def test_nothing_is_printed_and_settings_are_restored(
-    original: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_printed_and_settings_are_restored(original: Path, capfd: pytest.CaptureFixture[str]) -> None:
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     load_model(str(original), device="cpu")

@@ -60,9 +60,7 @@ def test_missing_path_is_not_taken_for_a_hub_id(name: str) -> None:
         resolve_source(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["", "  ", "a b", "-x", "owner/", "/", "o/n--x", "a..b", "x" * 5000, "é", "a\0b"]
-)
+@pytest.mark.parametrize("name", ["", "  ", "a b", "-x", "owner/", "/", "o/n--x", "a..b", "x" * 5000, "é", "a\0b"])
 @pytest.mark.usefixtures("here")
 def test_impossible_names(name: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:

@@ -38,9 +38,7 @@ def mean_masses(captured, caches, layer, head):
 
 def mass_ratios(captured, before, after):
     """The mass after as a multiple of that before, for each layer and head."""
-    pairs = [
-        mean_masses(captured, (before, after), layer, head) for layer in range(2) for head in range(HEADS)
-    ]
+    pairs = [mean_masses(captured, (before, after), layer, head) for layer in range(2) for head in range(HEADS)]
     return np.array([b / a for a, b in pairs])
 
 

@@ -58,8 +58,7 @@ def attention(llama):
     layers = []
     for index in range(2):
         q, k, v = (
-            taken[index, name].reshape(TOKENS, -1, 16).transpose(1, 0, 2)
-            for name in ("q_proj", "k_proj", "v_proj")
+            taken[index, name].reshape(TOKENS, -1, 16).transpose(1, 0, 2) for name in ("q_proj", "k_proj", "v_proj")
         )
         layers.append((rotated(q), rotated(k), v))
     return layers
@@ -101,8 +100,7 @@ def slow_two_pass(queries, keys, bias, rows, budget, k, upper, count_rest=False)
         total *= everything.sum() / everything[shortlist].sum()
     missing = total - masses[chosen].sum()
     new = [
-        bias[shortlist[j]] + min(max(math.log((masses[j] + missing / budget) / masses[j]), -3.0), upper)
-        for j in chosen
+        bias[shortlist[j]] + min(max(math.log((masses[j] + missing / budget) / masses[j]), -3.0), upper) for j in chosen
     ]
     return [shortlist[j] for j in chosen], np.array(new)
 
@@ -140,9 +138,7 @@ def test_first_pass_rows_are_random_seeded_and_without_repeats():
     assert len({tuple(rows.tolist()), *map(tuple, others)}) == 4
 
 
-@pytest.mark.parametrize(
-    ("budget", "k", "seed"), [(10, 5.0, 0), (10, 5.0, 7), (25, 2.0, 0), (7, 1.5, 3), (1, 5.0, 0)]
-)
+@pytest.mark.parametrize(("budget", "k", "seed"), [(10, 5.0, 0), (10, 5.0, 7), (25, 2.0, 0), (7, 1.5, 3), (1, 5.0, 0)])
 def test_equals_the_slow_reference(engine, cache, attention, budget, k, seed):
     strategy = make_strategy("two_pass", first_pass_queries=48, shortlist=k)
     new = strategy.compact(request_of(engine, cache, budget, seed)).cache
@@ -188,10 +184,7 @@ def test_equals_the_slow_reference_on_a_cache_compacted_before(engine, cache, at
                 np.testing.assert_allclose(got[2].numpy(), new, atol=2e-3)
             differences.append(
                 float(
-                    (
-                        twice.source(layer, 0, TOKENS).head(head)[2]
-                        - plain.source(layer, 0, TOKENS).head(head)[2]
-                    ).max()
+                    (twice.source(layer, 0, TOKENS).head(head)[2] - plain.source(layer, 0, TOKENS).head(head)[2]).max()
                 )
             )
     assert max(differences) > 0.01
@@ -235,9 +228,7 @@ def heavy_tailed(heads=6, n=400, m=800, d=16, seed=0):
     keys = torch.randn(heads, n, d, generator=g)
     keys = keys * torch.exp(0.6 * torch.randn(heads, n, 1, generator=g))
     common = torch.randn(heads, 1, d, generator=g)
-    queries = common + torch.randn(heads, m, d, generator=g) * torch.exp(
-        0.7 * torch.randn(heads, m, 1, generator=g)
-    )
+    queries = common + torch.randn(heads, m, d, generator=g) * torch.exp(0.7 * torch.randn(heads, m, 1, generator=g))
     return HeadGroup(
         range(heads), keys, torch.randn(heads, n, d, generator=g), torch.zeros(heads, n),
         torch.arange(n, dtype=torch.int32).expand(heads, n), queries,
@@ -245,9 +236,7 @@ def heavy_tailed(heads=6, n=400, m=800, d=16, seed=0):
 
 
 def overlap(a, b):
-    return float(
-        np.mean([len(set(x.tolist()) & set(y.tolist())) / len(x) for x, y in zip(a, b, strict=True)])
-    )
+    return float(np.mean([len(set(x.tolist()) & set(y.tolist())) / len(x) for x, y in zip(a, b, strict=True)]))
 
 
 def select(engine, cache, group, name, seed=0, budget=20, **settings):

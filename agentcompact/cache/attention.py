@@ -47,7 +47,10 @@ def attention_forward(
         mask = layer.mask(query.shape[2], key.shape[2])
         attention_mask = attention_mask if mask is None else mask
     if not isinstance(layer, FullLayer) or layer.span is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return plain
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = attend(query, layer.span, key, value, attention_mask, scale)
     return output.transpose(1, 2).contiguous(), None
@@ -76,9 +79,7 @@ def attend(query: Tensor, span: Span, key: Tensor, value: Tensor, mask: Tensor |
     return output.reshape(batch, query_heads, q, -1)
 
 
-def _attend_block(
-    query: Tensor, span: Span, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
-) -> Tensor:
+def _attend_block(query: Tensor, span: Span, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Both branches and their merge for query (batch, kv_heads, group, q, head_dim)."""
     span_output, span_mass = _span_branch(query, span, scaling)
     tail_output, tail_mass = _tail_branch(query, key, value, mask, scaling)

@@ -31,8 +31,7 @@ class CompactedCache(Cache):  # type: ignore[misc]
     def __init__(self, geometry: ModelGeometry, config: Any) -> None:
         register_attention()
         layers = [
-            FullLayer(config) if window is None else SlidingLayer(config, window)
-            for window in geometry.sliding_windows
+            FullLayer(config) if window is None else SlidingLayer(config, window) for window in geometry.sliding_windows
         ]
         super().__init__(layers=layers)
         self.geometry = geometry
@@ -164,7 +163,7 @@ class CompactedCache(Cache):  # type: ignore[misc]
 
     def source(self, layer_index: int, start: int, stop: int) -> Span:
         """Return the entries of one layer, compacted and live, that lie at positions [start, stop)."""
-        span = self.layers[layer_index].all_entries()
+        span: Span | None = self.layers[layer_index].all_entries()
         if span is None:
             raise CacheError(f"layer {layer_index} holds nothing")
         return span if (start, stop) == (0, self.next_position) else span.within(start, stop)

@@ -131,8 +131,8 @@ def _layer_header(layer: Any) -> dict[str, Any]:
 def _fill_layer(layer: Any, facts: dict[str, Any], parts: dict[str, Tensor], dtype: torch.dtype) -> None:
     layer.before, layer.length = int(facts["before"]), int(facts["length"])
     if "keys" in parts:
-        span = Span(*(parts[name] for name in _PARTS), offsets=tuple(parts["offsets"].tolist()))
-        layer.span = span.to(dtype=dtype)
+        keys, values, bias, positions = (parts[name] for name in _PARTS)
+        layer.span = Span(keys, values, bias, positions, tuple(parts["offsets"].tolist())).to(dtype=dtype)
     if "tail_keys" in parts:
         layer.tail = TailBuffer(parts["tail_keys"].to(dtype), parts["tail_values"].to(dtype), layer.length)
         layer.is_initialized = True
@@ -197,7 +197,7 @@ def _metadata(path: Path, header: dict[str, Any]) -> CacheMetadata:
 def _check_belongs(path: Path, metadata: CacheMetadata, model: LoadedModel) -> None:
     if metadata.model_fingerprint != model.fingerprint:
         raise CacheFileError(
-            f"{path} was made by another model ({metadata.model_source}, fingerprint {metadata.model_fingerprint[:8]}), "
+            f"{path} was made by another model ({metadata.model_source}, {metadata.model_fingerprint[:8]}), "
             f"not by this one ({model.source.identity}, {model.fingerprint[:8]}): give --model as it was"
         )
     if metadata.tokenizer_hash != model.tokenizer_hash:

@@ -131,7 +131,9 @@ class FullLayer(_TailLayer):
 
     def _require_own_attention(self) -> None:
         if torch.compiler.is_compiling():
-            raise AttentionImplementationError("a compacted cache cannot be used in a compiled model: drop torch.compile")
+            raise AttentionImplementationError(
+                "a compacted cache cannot be used in a compiled model: drop torch.compile"
+            )
         name = getattr(self.config, "_attn_implementation", None)
         if name != ATTENTION_NAME:
             raise AttentionImplementationError(

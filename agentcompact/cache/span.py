@@ -74,7 +74,7 @@ class Span:
 
     def dense(self, rows: Tensor) -> Tensor:
         """View one of this span's tensors as (kv_heads, n, ...); the span must be uniform."""
-        return rows.unflatten(0, (self.heads, -1))
+        return rows.view(self.heads, -1, *rows.shape[1:])
 
     def head(self, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return views of one head's (keys, values, bias, positions)."""

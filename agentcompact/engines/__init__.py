@@ -1,6 +1,13 @@
 """Engines: they run a model over a cache."""
 
-from agentcompact.engines.base import CAPTURES_QUERIES, GIVES_GRADIENTS, Engine, EngineCounters, Generation, Progress
+from agentcompact.engines.base import (
+    CAPTURES_QUERIES,
+    GIVES_GRADIENTS,
+    Engine,
+    EngineCounters,
+    Generation,
+    Progress,
+)
 from agentcompact.engines.prompts import question_ids
 from agentcompact.engines.transformers_engine import TransformersEngine
 

@@ -82,6 +82,9 @@ class StopWatch:
 def end_token_ids(model: LoadedModel) -> set[int]:
     """Return the ids that end an answer: the generation settings' and the tokenizer's."""
     ids: set[int] = set()
-    for value in (getattr(model.causal_lm.generation_config, "eos_token_id", None), model.tokenizer.eos_token_id):
+    for value in (
+        getattr(model.causal_lm.generation_config, "eos_token_id", None),
+        model.tokenizer.eos_token_id,
+    ):
         ids.update([value] if isinstance(value, int) else value or [])
     return ids

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentcompact.cache import ATTENTION_NAME, CacheMetadata, CapturedQueries, CompactedCache, register_attention
+from agentcompact.cache import (
+    ATTENTION_NAME,
+    CacheMetadata,
+    CapturedQueries,
+    CompactedCache,
+    register_attention,
+)
 from agentcompact.engines.base import (
     CAPTURES_QUERIES,
     GIVES_GRADIENTS,
@@ -163,7 +169,9 @@ class TransformersEngine:
             cache.token_ids = [*cache.token_ids, *ids[0].tolist()] if single else []
             position += ids.shape[1]
             tokens = sampler(logits)
-            going = [row for row, token in enumerate(tokens.tolist()) if self._accept(watch, active[row], token, on_token)]
+            going = [
+                row for row, token in enumerate(tokens.tolist()) if self._accept(watch, active[row], token, on_token)
+            ]
             self.counters.decoded_tokens += len(active)
             if len(going) < len(active):
                 rows = torch.tensor(going, dtype=torch.long, device=self.model.device)
@@ -225,9 +233,7 @@ class TransformersEngine:
                 progress(phase, min(begin + chunk.shape[1], total), total)
 
     @torch.no_grad()
-    def _step(
-        self, ids: Tensor, cache: CompactedCache, position: int, padding: Tensor, seen: Tensor | None
-    ) -> Tensor:
+    def _step(self, ids: Tensor, cache: CompactedCache, position: int, padding: Tensor, seen: Tensor | None) -> Tensor:
         """One forward of a batch whose rows are padded on the left; logits (batch, vocabulary) of the last tokens."""
         width = ids.shape[1]
         positions = torch.arange(position, position + width, device=ids.device)[None] - padding[:, None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -34,12 +34,24 @@ class AttentionStatistics:
 
     def of_heads(self, rows: slice) -> AttentionStatistics:
         """Return the statistics of some of the heads."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return AttentionStatistics(**{name: None if t is None else t[rows] for name, t in parts.items()})
+        return AttentionStatistics(
+            self.score[rows],
+            self.mass[rows],
+            self.log_scale[rows],
+            self.log_normalizer[rows],
+            self.row_maximum[rows],
+            None if self.output is None else self.output[rows],
+        )
 
 
 def attention_statistics(
-    queries: Tensor, keys: Tensor, bias: Tensor, scaling: float, values: Tensor | None = None, *, score: Score = "rms"
+    queries: Tensor,
+    keys: Tensor,
+    bias: Tensor,
+    scaling: float,
+    values: Tensor | None = None,
+    *,
+    score: Score = "rms",
 ) -> AttentionStatistics:
     """Softmax over the n keys, without a causal mask, for every query.
 
@@ -56,12 +68,15 @@ def attention_statistics(
         _statistics(*(t[head : head + 1] for t in inputs), scaling=scaling, score=score)
         for head in range(queries.shape[0])
     ]
-    joined = {
-        field.name: torch.cat([getattr(part, field.name) for part in parts])
-        for field in fields(AttentionStatistics)
-        if field.name != "output" or values is not None
-    }
-    return AttentionStatistics(**{"output": None, **joined})
+    outputs = [part.output for part in parts if part.output is not None]
+    return AttentionStatistics(
+        torch.cat([part.score for part in parts]),
+        torch.cat([part.mass for part in parts]),
+        torch.cat([part.log_scale for part in parts]),
+        torch.cat([part.log_normalizer for part in parts]),
+        torch.cat([part.row_maximum for part in parts]),
+        torch.cat(outputs) if outputs else None,
+    )
 
 
 def _statistics(

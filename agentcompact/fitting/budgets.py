@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 
-def global_budgets(scores: Sequence[Tensor], total: int) -> list[list[int]]:
+def global_budgets(scores: Sequence[Sequence[Tensor]], total: int) -> list[list[int]]:
     """Share `total` entries by one ranking of the scores of all layers and heads; at least one a head.
 
-    scores: per layer (heads, n), or a list of (n,) where heads differ in length. Returns the count of each head of
+    scores: per layer and head (n,), n differing where it does. Returns the count of each head of
     each layer; the counts add up to `total` exactly, or to all there is where that is less, or to one a head where
     that is more. Equal scores are ranked by layer, head and position.
     """

@@ -38,7 +38,13 @@ def fit_bias(
 
 
 def fit_values(
-    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float, output: Tensor, ridge: float = 1e-6
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    scaling: float,
+    output: Tensor,
+    ridge: float = 1e-6,
 ) -> Tensor:
     """Fit values so that softmax(score + bias) values gives `output`; return them (heads, t, dv).
 

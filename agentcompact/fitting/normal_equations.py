@@ -38,6 +38,8 @@ def solve_ridge(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
             shifted = gram + strength[:, None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
             factor, info = torch.linalg.cholesky_ex(shifted)
             if not bool(info.any()):
-                return torch.cholesky_solve(right, factor)
+                solution: Tensor = torch.cholesky_solve(right, factor)
+                return solution
             strength = torch.where(info > 0, strength * 10, strength)
-    return torch.linalg.lstsq(gram, right).solution
+    least: Tensor = torch.linalg.lstsq(gram, right).solution
+    return least

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def redistribute(
-    selected_mass: Tensor, total_mass: Tensor, bias: Tensor, lower: float, upper: float
-) -> Tensor:
+def redistribute(selected_mass: Tensor, total_mass: Tensor, bias: Tensor, lower: float, upper: float) -> Tensor:
     """Give each selected entry an equal share of the missing mass; return the new biases (heads, t).
 
     selected_mass: (heads, t), mean unnormalised mass m_j of each selected entry under its bias so far.

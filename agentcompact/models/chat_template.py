@@ -46,12 +46,7 @@ def split_template(tokenizer: Any, *, system: str | None = None) -> PromptParts 
         return None
     prompt = _render(tokenizer, system)
     message = _DOCUMENT + _BETWEEN + _QUESTION
-    if (
-        prompt is None
-        or prompt.count(_DOCUMENT) != 1
-        or prompt.count(_QUESTION) != 1
-        or message not in prompt
-    ):
+    if prompt is None or prompt.count(_DOCUMENT) != 1 or prompt.count(_QUESTION) != 1 or message not in prompt:
         return None
     prefix, _, suffix = prompt.partition(message)
     if system is not None and system.strip() not in prefix:
@@ -65,9 +60,7 @@ def _render(tokenizer: Any, system: str | None) -> str | None:
     messages.append({"role": "user", "content": _DOCUMENT + _BETWEEN + _QUESTION})
     options = {"enable_thinking": False} if "enable_thinking" in str(tokenizer.chat_template) else {}
     try:
-        prompt = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **options
-        )
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     except jinja2.TemplateError as error:
         if system is None:
             return None

@@ -55,9 +55,7 @@ def check_one_device(causal_lm: Any) -> None:
     absent = sorted((actual | planned) & {"disk", "meta"})
     name = type(causal_lm).__name__
     if absent:
-        raise UnsupportedModelError(
-            f"the {name} keeps weights on '{absent[0]}'; load it whole onto one device"
-        )
+        raise UnsupportedModelError(f"the {name} keeps weights on '{absent[0]}'; load it whole onto one device")
     if len(devices) > 1:
         spread = ", ".join(sorted(devices))
         raise UnsupportedModelError(

@@ -64,9 +64,7 @@ def read_config(folder: Path, name: str, *, trust_remote_code: bool) -> Any:
         )
     with quiet_transformers():
         try:
-            return AutoConfig.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
-            )
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         except READ_ERRORS as error:
             raise _failure(name, "config.json", error) from error
 
@@ -77,9 +75,7 @@ def read_tokenizer(folder: Path, name: str, *, trust_remote_code: bool) -> Any:
         raise ModelNotFoundError(f"the model '{name}' has no tokenizer files (such as tokenizer.json)")
     with quiet_transformers():
         try:
-            return AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
-            )
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         except READ_ERRORS as error:
             raise _failure(name, "tokenizer", error) from error
 
@@ -99,9 +95,7 @@ def read_skeleton(config: Any, name: str) -> Any:
             ) from error
 
 
-def read_weights(
-    folder: Path, name: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
-) -> Any:
+def read_weights(folder: Path, name: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
     """The causal language model in a folder, with its attention on "sdpa".
 
     Args:
@@ -140,9 +134,7 @@ def refuse_missing_tensors(report: dict[str, Any], name: str) -> None:
     """
     absent = sorted(str(key) for key in report.get("missing_keys", ()))
     if absent:
-        raise ModelNotFoundError(
-            f"the weights of the model '{name}' are incomplete: '{absent[0]}' is missing"
-        )
+        raise ModelNotFoundError(f"the weights of the model '{name}' are incomplete: '{absent[0]}' is missing")
 
 
 def missing_weights(folder: Path) -> str | None:
@@ -184,9 +176,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ModelNotFoundError(f"the model '{name}' has no {path.name}") from error
     except (OSError, ValueError) as error:
-        raise ModelNotFoundError(
-            f"the {path.name} of the model '{name}' is damaged: {one_line(error)}"
-        ) from error
+        raise ModelNotFoundError(f"the {path.name} of the model '{name}' is damaged: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise ModelNotFoundError(f"the {path.name} of the model '{name}' is damaged: it holds no JSON object")
     return content

@@ -98,9 +98,7 @@ def _step(path: Path, converted: Path, read: Callable[[], Any]) -> None:
         try:
             part.save_pretrained(converted)
         except (OSError, SafetensorError) as error:
-            raise WriteError(
-                f"cannot write the converted model to {converted.parent}: {one_line(error)}"
-            ) from error
+            raise WriteError(f"cannot write the converted model to {converted.parent}: {one_line(error)}") from error
 
 
 def _read_weights(path: Path, folder: Path, options: dict[str, Any]) -> Any:

@@ -150,9 +150,7 @@ def _not_a_model(name: str, files: list[str]) -> ModelNotFoundError:
 def _explain(name: str, revision: str | None, error: BaseException) -> ModelNotFoundError | WriteError:
     """Turn what the hub's library raised into one line that says what to do."""
     if isinstance(error, hub_errors.GatedRepoError):
-        return ModelNotFoundError(
-            f"the model '{name}' is gated: accept the licence on its hub page, then set HF_TOKEN"
-        )
+        return ModelNotFoundError(f"the model '{name}' is gated: accept the licence on its hub page, then set HF_TOKEN")
     if isinstance(error, hub_errors.RepositoryNotFoundError):
         return ModelNotFoundError(
             f"the hub has no model '{name}' (if it is private, set HF_TOKEN to a token that may read it)"
@@ -160,9 +158,7 @@ def _explain(name: str, revision: str | None, error: BaseException) -> ModelNotF
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return ModelNotFoundError(f"the model '{name}' has no revision '{revision}'")
     if isinstance(error, hub_errors.OfflineModeIsEnabled):
-        return ModelNotFoundError(
-            f"the model '{name}' is not in the local hub cache, and HF_HUB_OFFLINE is set"
-        )
+        return ModelNotFoundError(f"the model '{name}' is not in the local hub cache, and HF_HUB_OFFLINE is set")
     if isinstance(error, hub_errors.HfHubHTTPError):
         return ModelNotFoundError(f"the hub refused to give '{name}': {one_line(error)}")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

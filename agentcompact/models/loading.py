@@ -114,9 +114,7 @@ def wrap_model(causal_lm: Any, tokenizer: Any, *, name: str | None = None) -> Lo
     return _finish(causal_lm, tokenizer, ModelSource("memory", known_as, None, known_as))
 
 
-def _find_folder(
-    source: ModelSource, revision: str | None, check: Callable[[Path], None], report: Progress
-) -> Path:
+def _find_folder(source: ModelSource, revision: str | None, check: Callable[[Path], None], report: Progress) -> Path:
     """The transformers folder of a source, converted or downloaded first if need be."""
     if source.kind == "embedded":
         folder = converted_folder(Path(EMBEDDED_FILE).stem, EMBEDDED_SHA256)

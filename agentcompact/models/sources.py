@@ -61,8 +61,7 @@ def resolve_source(name: str, *, revision: str | None = None) -> ModelSource:
     _refuse_near_miss(name)
     if not _is_hub_id(name):
         raise ModelNotFoundError(
-            f"'{name}' is neither '{EMBEDDED_ALIAS}', a .gguf file, a model folder, "
-            "nor a hub id like 'owner/name'"
+            f"'{name}' is neither '{EMBEDDED_ALIAS}', a .gguf file, a model folder, nor a hub id like 'owner/name'"
         )
     identity = name if revision is None else f"{name}@{revision}"
     return ModelSource("hub", name, None, identity)
@@ -77,9 +76,7 @@ def _local_source(name: str) -> ModelSource | None:
         return None
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelNotFoundError(
-                f"the folder '{name}' has no config.json, so it is not a transformers model"
-            )
+            raise ModelNotFoundError(f"the folder '{name}' has no config.json, so it is not a transformers model")
         return ModelSource("folder", name, path, str(path))
     if path.suffix.lower() != ".gguf":
         raise ModelNotFoundError(f"'{name}' is a file, but neither a .gguf file nor a model folder")
@@ -137,9 +134,4 @@ def _refuse_near_miss(name: str) -> None:
 
 def _is_hub_id(name: str) -> bool:
     """Whether `name` has the form of a hub id."""
-    return (
-        len(name) <= _HUB_ID_LENGTH
-        and _HUB_ID.fullmatch(name) is not None
-        and "--" not in name
-        and ".." not in name
-    )
+    return len(name) <= _HUB_ID_LENGTH and _HUB_ID.fullmatch(name) is not None and "--" not in name and ".." not in name

@@ -105,9 +105,7 @@ def _layer_reason(text: Any) -> str | None:
     types = set(get_layer_types_and_kwargs(text)[0]) - _ORDINARY_LAYERS
     if "dummy" in types:
         shared = getattr(text, "kv_sharing_modes", None) is not None
-        return (
-            "some layers share other layers' keys and values" if shared else "some layers have no attention"
-        )
+        return "some layers share other layers' keys and values" if shared else "some layers have no attention"
     if "chunked_attention" in types:
         return "it attends within chunks (chunked attention)"
     if types:

@@ -41,23 +41,30 @@ class AttentionMatchingSettings(StrategySettings):
     """The three steps of attention matching, and what each needs."""
 
     queries: Literal["context_prefill", "repeat_prefill"] = Field(
-        "context_prefill", description="reference queries: the prefill's own (free), or of repeating the context (slower, far better)"
+        "context_prefill",
+        description="reference queries: the prefill's own (free), or of repeating the context (slower, far better)",
     )
     budgets: Literal["uniform", "global"] = Field(
-        "uniform", description="entries of each head: equally many, or by one ranking over all layers and heads"
+        "uniform",
+        description="entries of each head: equally many, or by one ranking over all layers and heads",
     )
     keys: Literal["highest_attention", "two_pass"] = Field(
         "highest_attention", description="score all keys by all queries, or a shortlist only"
     )
-    score: Literal["rms", "mean", "max"] = Field("rms", description="how a key's weights over the queries are summed up")
+    score: Literal["rms", "mean", "max"] = Field(
+        "rms", description="how a key's weights over the queries are summed up"
+    )
     bias: Literal["nnls", "redistribute", "none"] = Field("nnls", description="how the entries get their biases")
     values: Literal["least_squares", "direct"] = Field("least_squares", description="fitted or original values")
     nnls: Literal["published", "converged"] = Field("published", description="mode of the NNLS fit")
     ridge: float = Field(1e-6, gt=0, allow_inf_nan=False, description="ridge, relative to the Gram matrix's row sums")
     first_pass_queries: int = Field(256, ge=1, description="two_pass: random queries that score all keys")
-    shortlist: float = Field(5.0, ge=1, allow_inf_nan=False, description="two_pass: keys on the shortlist per entry kept")
+    shortlist: float = Field(
+        5.0, ge=1, allow_inf_nan=False, description="two_pass: keys on the shortlist per entry kept"
+    )
     count_rest: bool | None = Field(
-        None, description="two_pass: add the mass off the shortlist, as the first pass saw it; default: if compacted before"
+        None,
+        description="two_pass: add the mass off the shortlist, as the first pass saw it; default: if compacted before",
     )
 
 

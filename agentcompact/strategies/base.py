@@ -140,15 +140,15 @@ class Strategy(ABC):
             raise CapabilityError(f"strategy '{self.name}' needs an engine that {', '.join(missing)}")
         if not request.cache.full_layers:
             raise UnsupportedModelError(
-                f"{request.engine.geometry.model_type}: every layer has a sliding window, so there is nothing to compact"
+                f"{request.engine.geometry.model_type}: all layers slide, so there is nothing to compact"
             )
         if request.budget < 1:
             raise BudgetError(f"budget {request.budget} is too small: at least one entry per head is kept")
         length, fixed = request.cache.next_position, request.cache.span_tokens
         if not 0 <= request.start < request.end <= length or request.end < fixed:
-            compacted = f", of which {fixed:,} are compacted already and stay together" if fixed else ""
+            known = f", of which {fixed:,} are compacted already and stay together" if fixed else ""
             raise BudgetError(
-                f"positions {request.start:,} to {request.end:,} are no span of the cache's {length:,} tokens{compacted}"
+                f"positions {request.start:,} to {request.end:,} are no span of the cache's {length:,} tokens" + known
             )
 
 
@@ -173,8 +173,9 @@ def head_groups(span: Span, queries: Tensor) -> Iterator[HeadGroup]:
     group_size = queries.shape[0] // span.heads
     pooled = queries.reshape(span.heads, group_size * queries.shape[1], queries.shape[2])
     if span.is_uniform:
-        dense = [span.dense(t) for t in (span.keys, span.values, span.bias, span.positions)]
-        yield HeadGroup(range(span.heads), *dense, queries=pooled)
+        keys, values, bias, positions = (span.dense(t) for t in (span.keys, span.values, span.bias, span.positions))
+        yield HeadGroup(range(span.heads), keys, values, bias, positions, pooled)
         return
-    for head, parts in enumerate(span):
-        yield HeadGroup(range(head, head + 1), *(t[None] for t in parts), queries=pooled[head : head + 1])
+    for head, (keys, values, bias, positions) in enumerate(span):
+        rows = slice(head, head + 1)
+        yield HeadGroup(range(head, head + 1), keys[None], values[None], bias[None], positions[None], pooled[rows])

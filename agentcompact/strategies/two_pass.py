@@ -11,7 +11,9 @@ from agentcompact.strategies.attention_matching import AttentionMatching, Attent
 
 class TwoPassSettings(AttentionMatchingSettings):
     keys: Literal["highest_attention", "two_pass"] = Field("two_pass", description="key selection")
-    bias: Literal["nnls", "redistribute", "none"] = Field("redistribute", description="how the entries get their biases")
+    bias: Literal["nnls", "redistribute", "none"] = Field(
+        "redistribute", description="how the entries get their biases"
+    )
     values: Literal["least_squares", "direct"] = Field("direct", description="fitted or original values")
 
 

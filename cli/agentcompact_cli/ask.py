@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 @click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k likeliest tokens; 0 keeps all.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
 @click.option("--stop", multiple=True, help="End an answer before this string; repeatable.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Questions answered together.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="Questions answered together.",
+)
 @model_options
 @output_options
 def command(
@@ -58,8 +64,13 @@ def command(
     from agentcompact.settings import EngineSettings, SamplingSettings, build_settings
 
     values = {
-        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop
-    }  # fmt: skip
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop,
+    }
     sampling = build_settings(SamplingSettings, values, "sampling")
     interactive = not questions and sys.stdin.isatty()
     if not questions and not interactive:
@@ -75,7 +86,12 @@ def command(
         from agentcompact import TransformersEngine, answer
         from agentcompact.models import load_model
 
-        options = {"dtype": dtype, "device": device, "revision": revision, "trust_remote_code": trust_remote_code}
+        options = {
+            "dtype": dtype,
+            "device": device,
+            "revision": revision,
+            "trust_remote_code": trust_remote_code,
+        }
         loaded, cache = _open(cache_file, model, options, load_model, work.say)
         engine = TransformersEngine(loaded, EngineSettings(batch_size=batch_size))
         if not interactive:
@@ -84,8 +100,13 @@ def command(
     if interactive:
         _ask_one_by_one(engine, cache, sampling, as_json)
         return
-    results = [
-        {"question": question, "answer": made.text.strip(), "tokens": len(made.token_ids), "finish_reason": made.finish_reason}
+    results: list[dict[str, Any]] = [
+        {
+            "question": question,
+            "answer": made.text.strip(),
+            "tokens": len(made.token_ids),
+            "finish_reason": made.finish_reason,
+        }
         for question, made in zip(questions, generations, strict=True)
     ]
     if as_json:
@@ -120,15 +141,17 @@ def _open(
     return loaded, CompactedCache.load(cache_file, loaded)
 
 
-def _ask_one_by_one(engine: TransformersEngine, cache: CompactedCache, sampling: SamplingSettings, as_json: bool) -> None:
+def _ask_one_by_one(
+    engine: TransformersEngine, cache: CompactedCache, sampling: SamplingSettings, as_json: bool
+) -> None:
     """Prompt for questions until an empty line, the end of input, or Ctrl-C; answers appear as they are decoded."""
     from agentcompact import answer
     from agentcompact.errors import InputError
 
     report = cache.metadata.reports[-1] if cache.metadata.reports else None
     about = cache.metadata.document or "the document"
-    click.echo(f"Questions about {about} ({cache.next_position:,} tokens"
-               + (f", {report.strategy} {report.ratio:.1f}x" if report else "") + "); an empty line ends.", err=True)  # fmt: skip
+    compacted = f", {report.strategy} {report.ratio:.1f}x" if report else ""
+    click.echo(f"Questions about {about} ({cache.next_position:,} tokens{compacted}); an empty line ends.", err=True)
     while True:
         try:
             question = input("> ").strip()

@@ -13,7 +13,12 @@ from agentcompact_cli.options import model_options, output_options, parse_settin
 
 @click.command(name="compact")
 @click.argument("document", type=click.Path(path_type=Path))
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Cache file to write. [default: DOCUMENT with .kv]")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="Cache file to write. [default: DOCUMENT with .kv]",
+)
 @click.option("--ratio", "-r", type=float, help="Keep one entry in this many. [default: 8]")
 @click.option("--budget", "-b", type=int, help="Entries to keep per layer and KV head, instead of a ratio.")
 @click.option("--strategy", "-s", default="two_pass", show_default=True, help="See `agentcompact strategies`.")
@@ -86,7 +91,15 @@ def command(
             progress=work.say,
         )
         cache = compact(
-            loaded, text, method, ratio=ratio, budget=budget, prompt=prompt, seed=seed, document=document.name, progress=work
+            loaded,
+            text,
+            method,
+            ratio=ratio,
+            budget=budget,
+            prompt=prompt,
+            seed=seed,
+            document=document.name,
+            progress=work,
         )
         work.say(f"writing {output}")
         cache.save(output, overwrite=force)

@@ -40,7 +40,10 @@ def command(cache_file: Path, quiet: bool, as_json: bool) -> None:
         "tokens": header["tokens"],
         "entries": entries,
         "entry_bytes": sum(t.nbytes for name, t in tensors.items() if name.startswith("layers.")),
-        "dtype": next((str(t.dtype).removeprefix("torch.") for name, t in tensors.items() if name.endswith("keys")), "none"),
+        "dtype": next(
+            (str(t.dtype).removeprefix("torch.") for name, t in tensors.items() if name.endswith("keys")),
+            "none",
+        ),
         **header["metadata"],
         "layers": layers,
     }
@@ -76,7 +79,10 @@ def _print_facts(facts: dict[str, Any]) -> None:
     table.add_column(overflow="fold")
     table.add_row("file", f"{facts['file']}  {size(facts['file_bytes'])}, version {facts['version']}, {facts['dtype']}")
     table.add_row("document", f"{facts['document'] or '-'}  sha256 {facts['document_sha256'][:16] or '-'}")
-    table.add_row("model", f"{facts['model_source']} ({facts['model_type']}, fingerprint {facts['model_fingerprint'][:12]})")
+    table.add_row(
+        "model",
+        f"{facts['model_source']} ({facts['model_type']}, fingerprint {facts['model_fingerprint'][:12]})",
+    )
     table.add_row("prompt", facts["prompt"]["kind"])
     table.add_row("created", f"{facts['created'] or '-'} by agentcompact {facts['library_version'] or '-'}")
     table.add_row("tokens", f"{facts['tokens']:,}")
@@ -86,8 +92,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
         settings = ", ".join(f"{k}={v}" for k, v in report["settings"].items()) or "none"
         table.add_row(
             "compaction",
-            f"{report['strategy']}, budget {report['budget']:,}: {report['entries_before']:,} -> {report['entries_after']:,} "
-            f"entries ({shrunk:.1f}x) in {report['seconds'].get('total', 0):.1f} s",
+            f"{report['strategy']}, budget {report['budget']:,}: {report['entries_before']:,} -> "
+            f"{report['entries_after']:,} entries ({shrunk:.1f}x) in {report['seconds'].get('total', 0):.1f} s",
         )
         table.add_row("", f"settings: {settings}; seed {report['seed']}", style="dim")
         for warning in report["warnings"]:
@@ -99,7 +105,12 @@ def _print_picture(facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """A strip per layer: where in the document its entries lie, and how many each head has."""
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 1), title="entries of each layer over the document, first token to last", title_justify="left")
+    table = Table(
+        box=None,
+        padding=(0, 1),
+        title="entries of each layer over the document, first token to last",
+        title_justify="left",
+    )
     table.add_column("layer", justify="right", style="bold")
     table.add_column("kept", no_wrap=True)
     table.add_column("a head", justify="right")
@@ -123,5 +134,12 @@ def _counts(positions: Tensor | None, tokens: int) -> list[int]:
     """Entries of a layer in each of `STRIP` equal parts of the document."""
     if positions is None or not positions.numel():
         return []
-    counts: list[int] = positions.long().mul(STRIP).div(max(1, tokens), rounding_mode="floor").clamp(0, STRIP - 1).bincount(minlength=STRIP).tolist()
+    counts: list[int] = (
+        positions.long()
+        .mul(STRIP)
+        .div(max(1, tokens), rounding_mode="floor")
+        .clamp(0, STRIP - 1)
+        .bincount(minlength=STRIP)
+        .tolist()
+    )
     return counts

@@ -59,7 +59,13 @@ def _converted() -> list[dict[str, Any]]:
     ]
     folders = sorted(models_dir().glob("*/config.json")) if models_dir().is_dir() else []
     models += [
-        {"name": str(config.parent), "kind": "converted", "state": "ready", "path": str(config.parent), "bytes": _folder_bytes(config.parent)}
+        {
+            "name": str(config.parent),
+            "kind": "converted",
+            "state": "ready",
+            "path": str(config.parent),
+            "bytes": _folder_bytes(config.parent),
+        }
         for config in folders
         if config.parent != embedded and is_converted(config.parent)
     ]
@@ -76,7 +82,13 @@ def _from_hub() -> list[dict[str, Any]]:
     except CacheNotFound:
         return []
     return [
-        {"name": repo.repo_id, "kind": "hub", "state": "downloaded", "path": str(repo.repo_path), "bytes": repo.size_on_disk}
+        {
+            "name": repo.repo_id,
+            "kind": "hub",
+            "state": "downloaded",
+            "path": str(repo.repo_path),
+            "bytes": repo.size_on_disk,
+        }
         for repo in sorted(repos, key=lambda repo: repo.repo_id)
         if repo.repo_type == "model"
     ]
@@ -104,4 +116,8 @@ def _print(found: list[dict[str, Any]], cache_folder: Path) -> None:
     for form, meaning in FORMS.items():
         forms.add_row(form, meaning)
     out.print(forms)
-    out.print(f"\nConverted models lie in {cache_folder} (AGENTCOMPACT_CACHE_DIR changes that).", style="dim", soft_wrap=True)
+    out.print(
+        f"\nConverted models lie in {cache_folder} (AGENTCOMPACT_CACHE_DIR changes that).",
+        style="dim",
+        soft_wrap=True,
+    )

@@ -3,47 +3,48 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from agentcompact.errors import DocumentError, SettingsError
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]
 
 
-def model_options(function: Function) -> Function:
-    """--model and how it is loaded."""
-    for option in reversed(
-        [
-            click.option("--model", "-m", help="smollm2 (embedded), a folder, a .gguf file, or a hub id."),
-            click.option("--revision", help="Branch, tag or commit of a hub model."),
-            click.option(
-                "--dtype",
-                default="auto",
-                show_default=True,
-                help="float32, bfloat16 or float16; auto is float32 on a CPU, bfloat16 on a GPU.",
-            ),
-            click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps; auto takes a GPU if there is one."),
-            click.option("--trust-remote-code", is_flag=True, help="Run code that a hub model brings along."),
-        ]
-    ):
-        function = option(function)
-    return function
+def _with(*options: Decorator) -> Decorator:
+    """Join option decorators into one; the first comes first in the help text."""
+
+    def decorate(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
 
 
-def output_options(function: Function) -> Function:
-    """--quiet and --json."""
-    for option in reversed(
-        [
-            click.option("--quiet", "-q", is_flag=True, help="No progress; results and errors only."),
-            click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
-        ]
-    ):
-        function = option(function)
-    return function
+model_options = _with(
+    click.option("--model", "-m", help="smollm2 (embedded), a folder, a .gguf file, or a hub id."),
+    click.option("--revision", help="Branch, tag or commit of a hub model."),
+    click.option(
+        "--dtype",
+        default="auto",
+        show_default=True,
+        help="float32, bfloat16 or float16; auto is float32 on a CPU, bfloat16 on a GPU.",
+    ),
+    click.option(
+        "--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps; auto takes a GPU if there is one."
+    ),
+    click.option("--trust-remote-code", is_flag=True, help="Run code that a hub model brings along."),
+)
+
+output_options = _with(
+    click.option("--quiet", "-q", is_flag=True, help="No progress; results and errors only."),
+    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+)
 
 
 def parse_settings(pairs: tuple[str, ...]) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def read_document(path: Path) -> str:
     """
     name = "standard input" if str(path) == "-" else str(path)
     try:
-        data = click.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     except FileNotFoundError as error:
         raise DocumentError(f"no such file: {path}") from error
     except IsADirectoryError as error:
