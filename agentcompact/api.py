@@ -53,7 +53,7 @@ def compact(
         text,
         prompt=prompt,
         document=document,
-        capture_seed=seed if method.needs else None,
+        capture_seed=seed if method.reads_prefill_queries else None,
         progress=progress,
     )
     request = CompactionRequest(

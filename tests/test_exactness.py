@@ -12,7 +12,10 @@ from transformers import DynamicCache
 from agentcompact import CompactionRequest, EngineSettings, TransformersEngine, make_strategy
 from agentcompact.settings import SamplingSettings
 
-KINDS = ["llama", "mistral", "qwen2", "qwen3", "gemma3"]
+SLIDING_QWEN2 = {
+    "use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]
+}  # fmt: skip
+KINDS = {"llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {}, "gemma3": {}, "qwen2-sliding": SLIDING_QWEN2}
 TOLERANCE = 1e-4
 TOKENS, SPLIT = 60, 40
 
@@ -20,7 +23,7 @@ TOKENS, SPLIT = 60, 40
 @pytest.fixture(scope="module", params=KINDS)
 def case(request):
     """(engine, token ids, logits of plain transformers)."""
-    return plain_reference(tiny_model(request.param), TOKENS)
+    return plain_reference(tiny_model(request.param.split("-")[0], **KINDS[request.param]), TOKENS)
 
 
 def plain_reference(model, tokens):

@@ -20,7 +20,7 @@ class PromptFormat(BaseModel):
     prefix: str = ""
     before_question: str = "\nQuestion: "
     after_question: str = "\nAnswer:"
-    stop: tuple[str, ...] = ("\nQuestion:",)
+    stop: tuple[str, ...] = ("\n\n", "\nQuestion:")
 
 
 class Report(BaseModel):

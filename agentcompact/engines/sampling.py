@@ -57,7 +57,8 @@ class StopWatch:
         generation.token_ids.append(token)
         if self.settings.stop:
             text = self._text(generation)
-            found = [place for place in (text.find(stop) for stop in self.settings.stop) if place >= 0]
+            begun = len(text) - len(text.lstrip())  # a stop string before the answer's first word ends nothing
+            found = [place for place in (text.find(stop, begun) for stop in self.settings.stop) if place >= 0]
             if found:
                 generation.text, generation.finish_reason = text[: min(found)], "stop"
                 return False

@@ -91,6 +91,10 @@ class AttentionMatching(Strategy):
     settings: AttentionMatchingSettings
     needs = frozenset({CAPTURES_QUERIES})
 
+    @property
+    def reads_prefill_queries(self) -> bool:
+        return self.settings.queries == "context_prefill"
+
     def compact_spans(
         self, request: CompactionRequest, spans: Sequence[Span], phases: Phases, report: Report
     ) -> list[Span]:

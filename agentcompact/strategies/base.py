@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from agentcompact.cache import CompactedCache, Report, Span
-from agentcompact.engines import Engine, Progress
+from agentcompact.engines import CAPTURES_QUERIES, Engine, Progress
 from agentcompact.errors import BudgetError, CapabilityError, UnsupportedModelError
 from agentcompact.settings import build_settings
 
@@ -87,6 +87,11 @@ class Strategy(ABC):
     def __init__(self, **settings: Any) -> None:
         """Raises SettingsError for a setting or a value that does not exist."""
         self.settings = build_settings(self.settings_type, settings, f"strategy '{self.name}'")
+
+    @property
+    def reads_prefill_queries(self) -> bool:
+        """Whether the queries of the prefill should be captured while it runs; recomputing them costs a pass."""
+        return CAPTURES_QUERIES in self.needs
 
     def compact(self, request: CompactionRequest) -> CompactionResult:
         """Compact the request's span into its budget and return a new cache with a report.
