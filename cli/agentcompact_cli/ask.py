@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from agentcompact_cli.console import out, print_json, working
-from agentcompact_cli.options import model_options, output_options
+from agentcompact_cli.options import ModelChoice, model_options, output_options
 
 if TYPE_CHECKING:
-    from agentcompact import CompactedCache, LoadedModel, SamplingSettings, TransformersEngine
+    from agentcompact import CompactedCache, Generation, LoadedModel, SamplingSettings, TransformersEngine
 
 
 @click.command(name="ask")
@@ -45,11 +45,7 @@ def command(
     seed: int,
     stop: tuple[str, ...],
     batch_size: int,
-    model: str | None,
-    revision: str | None,
-    dtype: str,
-    device: str,
-    trust_remote_code: bool,
+    choice: ModelChoice,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -84,15 +80,8 @@ def command(
     with working(quiet) as work:
         work.say("starting")
         from agentcompact import TransformersEngine, answer
-        from agentcompact.models import load_model
 
-        options = {
-            "dtype": dtype,
-            "device": device,
-            "revision": revision,
-            "trust_remote_code": trust_remote_code,
-        }
-        loaded, cache = _open(cache_file, model, options, load_model, work.say)
+        loaded, cache = _open(cache_file, choice, work.say)
         engine = TransformersEngine(loaded, EngineSettings(batch_size=batch_size))
         if not interactive:
             ready = time.perf_counter()
@@ -100,43 +89,40 @@ def command(
     if interactive:
         _ask_one_by_one(engine, cache, sampling, as_json)
         return
-    results: list[dict[str, Any]] = [
-        {
-            "question": question,
-            "answer": made.text.strip(),
-            "tokens": len(made.token_ids),
-            "finish_reason": made.finish_reason,
-        }
-        for question, made in zip(questions, generations, strict=True)
-    ]
+    seconds = {"load": ready - begun, "answer": time.perf_counter() - ready}
+    _print_answers(cache_file, questions, generations, seconds, as_json)
+
+
+def _print_answers(
+    cache_file: Path, questions: Sequence[str], answers: Sequence[Generation], seconds: dict[str, float], as_json: bool
+) -> None:
+    """Print answers with their questions; a single one alone, so that it can be used as it is."""
     if as_json:
-        seconds = {"load": ready - begun, "answer": time.perf_counter() - ready}
+        results = [
+            {
+                "question": question,
+                "answer": made.text.strip(),
+                "tokens": len(made.token_ids),
+                "finish_reason": made.finish_reason,
+            }
+            for question, made in zip(questions, answers, strict=True)
+        ]
         print_json({"cache": str(cache_file), "answers": results, "seconds": seconds})
         return
-    for result in results:
-        if len(results) > 1:
-            out.print(f"[bold]{_escaped(result['question'])}[/]", soft_wrap=True)
-        click.echo(result["answer"])
+    for question, made in zip(questions, answers, strict=True):
+        if len(questions) > 1:
+            out.print(f"[bold]{_escaped(question)}[/]", soft_wrap=True)
+        click.echo(made.text.strip())
 
 
-def _open(
-    cache_file: Path,
-    model: str | None,
-    options: dict[str, Any],
-    load_model: Callable[..., LoadedModel],
-    say: Callable[[str], None],
-) -> tuple[LoadedModel, CompactedCache]:
+def _open(cache_file: Path, choice: ModelChoice, say: Callable[[str], None]) -> tuple[LoadedModel, CompactedCache]:
     """Load the model that the file names (or the one asked for), and the cache."""
     from agentcompact import CompactedCache
     from agentcompact.cache.file import read_verified
 
     say(f"checking {cache_file}")
-    source, revision = model, options.pop("revision")
-    if source is None:
-        source = str(read_verified(cache_file)[0]["metadata"]["model_source"])
-        source, _, kept = source.partition("@")
-        revision = revision or kept or None
-    loaded = load_model(source, revision=revision, progress=say, **options)
+    made_by = str(read_verified(cache_file)[0]["metadata"]["model_source"])
+    loaded = choice.load(made_by, say)
     say(f"reading {cache_file}")
     return loaded, CompactedCache.load(cache_file, loaded)
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from agentcompact_cli.console import out, print_json, size, warn, working
-from agentcompact_cli.options import model_options, output_options, parse_settings, read_document
+from agentcompact_cli.options import ModelChoice, model_options, output_options, parse_settings, read_document
 
 
 @click.command(name="compact")
@@ -44,11 +44,7 @@ def command(
     prompt: Any,
     seed: int,
     force: bool,
-    model: str | None,
-    revision: str | None,
-    dtype: str,
-    device: str,
-    trust_remote_code: bool,
+    choice: ModelChoice,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -79,17 +75,10 @@ def command(
 
     with working(quiet) as work:
         work.say("starting")
-        from agentcompact import compact, load_model, make_strategy
+        from agentcompact import compact, make_strategy
 
         method = make_strategy(strategy, **settings)
-        loaded = load_model(
-            model or "smollm2",
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            progress=work.say,
-        )
+        loaded = choice.load("smollm2", work.say)
         cache = compact(
             loaded,
             text,

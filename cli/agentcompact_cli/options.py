@@ -5,14 +5,47 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from agentcompact.errors import DocumentError, SettingsError
 
+if TYPE_CHECKING:
+    from agentcompact import LoadedModel
+
 Decorator = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """What the model options say: which model, and how to load it."""
+
+    name: str | None
+    revision: str | None
+    dtype: str
+    device: str
+    trust_remote_code: bool
+
+    def load(self, default: str, say: Callable[[str], None]) -> LoadedModel:
+        """Load the model that was named, or the default ("NAME" or "NAME@REVISION")."""
+        from agentcompact.models import load_model
+
+        name, revision = self.name, self.revision
+        if name is None:
+            name, _, kept = default.partition("@")
+            revision = revision or kept or None
+        return load_model(
+            name,
+            dtype=self.dtype,
+            device=self.device,
+            revision=revision,
+            trust_remote_code=self.trust_remote_code,
+            progress=say,
+        )
 
 
 def _with(*options: Decorator) -> Decorator:
@@ -26,20 +59,40 @@ def _with(*options: Decorator) -> Decorator:
     return decorate
 
 
-model_options = _with(
-    click.option("--model", "-m", help="smollm2 (embedded), a folder, a .gguf file, or a hub id."),
-    click.option("--revision", help="Branch, tag or commit of a hub model."),
-    click.option(
-        "--dtype",
-        default="auto",
-        show_default=True,
-        help="float32, bfloat16 or float16; auto is float32 on a CPU, bfloat16 on a GPU.",
-    ),
-    click.option(
-        "--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, mps; auto takes a GPU if there is one."
-    ),
-    click.option("--trust-remote-code", is_flag=True, help="Run code that a hub model brings along."),
-)
+def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --model and how it is loaded; the function gets them together as `choice`."""
+
+    @wraps(function)
+    def gathered(
+        *args: Any,
+        model: str | None,
+        revision: str | None,
+        dtype: str,
+        device: str,
+        trust_remote_code: bool,
+        **rest: Any,
+    ) -> Any:
+        return function(*args, choice=ModelChoice(model, revision, dtype, device, trust_remote_code), **rest)
+
+    with_options: Callable[..., Any] = _with(
+        click.option("--model", "-m", help="smollm2 (embedded), a folder, a .gguf file, or a hub id."),
+        click.option("--revision", help="Branch, tag or commit of a hub model."),
+        click.option(
+            "--dtype",
+            default="auto",
+            show_default=True,
+            help="float32, bfloat16 or float16; auto is float32 on a CPU, bfloat16 on a GPU.",
+        ),
+        click.option(
+            "--device",
+            default="auto",
+            show_default=True,
+            help="cpu, cuda, cuda:1, mps; auto takes a GPU if there is one.",
+        ),
+        click.option("--trust-remote-code", is_flag=True, help="Run code that a hub model brings along."),
+    )(gathered)
+    return with_options
+
 
 output_options = _with(
     click.option("--quiet", "-q", is_flag=True, help="No progress; results and errors only."),
