@@ -18,7 +18,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(INSTALLED) ## Compact a shipped document with the embedded model and answer questions from it
-	$(BIN)/agentcompact compact $(DEMO_DOCUMENT) -o $(DEMO_CACHE) --ratio 8 --strategy two_pass --force
+	$(BIN)/agentcompact compact $(DEMO_DOCUMENT) -o $(DEMO_CACHE) --force \
+		--ratio 8 --strategy high_attn --set queries=repeat_prefill --set budgets=global
 	$(BIN)/agentcompact ask $(DEMO_CACHE) < examples/harbour_audit.questions.txt
 
 test: $(INSTALLED) ## Run the test suite

@@ -60,15 +60,16 @@ def test_document_and_questions(asked):
     text = (EXAMPLES / "harbour_audit.txt").read_text(encoding="utf-8")
     assert 1_500 <= full.next_position <= 4_000
     assert all(any(found.lower() in text.lower() for found in each["answers"]) for each in questions)
-    assert [each["question"] for each in questions] == (
-        EXAMPLES / "harbour_audit.questions.txt"
-    ).read_text().splitlines()
+    demo = (EXAMPLES / "harbour_audit.questions.txt").read_text(encoding="utf-8").splitlines()
+    assert set(demo) < {each["question"] for each in questions}
     assert right(engine, full, questions) >= 22  # 24 when measured; a few are near ties
 
 
-def test_the_demo_settings_answer_right(asked):
-    """two_pass at 4x with repeat-prefill queries and global budgets: 22 of 24 when measured."""
+def test_the_demo_answers_right(asked):
+    """high_attn at 8x with repeat-prefill queries and global budgets: 16 of 24 when measured, all 8 of the demo's."""
     engine, full, questions = asked
-    small = recompact(engine, full, "two_pass", ratio=4, queries="repeat_prefill", budgets="global")
-    assert small.entries * 4 == full.entries
-    assert right(engine, small, questions) >= 18
+    small = recompact(engine, full, "high_attn", ratio=8, queries="repeat_prefill", budgets="global")
+    assert small.entries == 90 * 259
+    assert right(engine, small, questions) >= 13
+    demo = (EXAMPLES / "harbour_audit.questions.txt").read_text(encoding="utf-8").splitlines()
+    assert right(engine, small, [each for each in questions if each["question"] in demo]) >= 7
