@@ -126,6 +126,8 @@ def _isolated(path: Path, staging: Path) -> tuple[Path, str]:
 def _unreadable(path: Path, error: BaseException) -> ModelNotFoundError:
     """The error for a file that transformers cannot read."""
     reason = reason_of(error)
+    if isinstance(error, ImportError):
+        return ModelNotFoundError(f"'{path}' cannot be converted, a package is missing: {reason}")
     if "GGUF model with architecture" in reason:
         return ModelNotFoundError(f"'{path}' cannot be converted: {reason}")
     if "valid JSON" in reason:  # how transformers puts it that the file's own header made no sense
