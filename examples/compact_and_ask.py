@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 model = load_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 document = (HERE / "harbour_audit.txt").read_text(encoding="utf-8")
 
-cache = compact(model, document, strategy="two_pass", ratio=4, queries="repeat_prefill", budgets="global")
+cache = compact(model, document, strategy="high_attn", ratio=4, queries="repeat_prefill", budgets="global")
 report = cache.metadata.reports[-1]
 print(f"{report.tokens} tokens: {report.entries_before} entries -> {report.entries_after}")
 
@@ -22,7 +22,7 @@ with tempfile.TemporaryDirectory() as folder:
     path = cache.save(Path(folder) / "harbour_audit.kv")
     cache = CompactedCache.load(path, model)
 
-questions = ["What was the name of the town clerk?", "Where was the hearing held?"]
+questions = ["What was the name of the lighthouse keeper's cat?", "Where was the hearing held?"]
 for question, made in zip(questions, answer(model, cache, questions, max_new_tokens=24), strict=True):
     print(f"{question} {made.text.strip()}")
 
