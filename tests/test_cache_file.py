@@ -252,3 +252,62 @@ def test_a_full_disk_leaves_nothing(tmp_path, cache):
     assert "refused:" in made.stdout
     assert "could not be written" in made.stdout
     assert not list(tmp_path.iterdir())
+
+
+def crafted(path, change):
+    """Rewrite a cache file with changed header and tensors and a digest that fits them."""
+    from agentcompact.cache import file
+
+    with safe_open(path, framework="pt") as opened:
+        text = opened.metadata()["agentcompact"]
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    header = json.loads(text)
+    change(header, tensors)
+    text = json.dumps(header, ensure_ascii=True, sort_keys=True)
+    path.unlink()
+    save_file(tensors, path, {"agentcompact": text, "digest": file._digest(text, tensors)})
+
+
+def of(name, change):
+    """A change of one tensor."""
+    return lambda _header, tensors: tensors.update({name: change(tensors[name])})
+
+
+CRAFTED = {
+    "nan": of("layers.0.values", lambda t: t.clone().fill_(float("nan"))),
+    "infinite bias": of("layers.1.bias", lambda t: t.clone().fill_(float("inf"))),
+    "negative offset": of("layers.0.offsets", lambda t: t - 1),
+    "huge offset": of("layers.0.offsets", lambda t: t * 1000),
+    "empty head": of("layers.0.offsets", lambda t: torch.tensor([0, 0, int(t[-1])])),
+    "float offsets": of("layers.0.offsets", lambda t: t.float()),
+    "another number of heads": of("layers.0.offsets", lambda t: torch.tensor([0, 1, 2, int(t[-1])])),
+    "short bias": of("layers.0.bias", lambda t: t[:-1].clone()),
+    "integer keys": of("layers.0.keys", lambda t: t.int()),
+    "other head size": of("layers.0.keys", lambda t: t[:, :8].clone()),
+    "position outside": of("layers.0.positions", lambda t: t + 1000),
+    "negative ids": of("token_ids", lambda t: t - 1000),
+    "missing ids of some tokens": of("token_ids", lambda t: t[:5].clone()),
+    "missing part": lambda _, tensors: tensors.pop("layers.0.bias"),
+    "missing layer": lambda _, tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("layers.1")],
+    "unknown tensor": lambda _, tensors: tensors.update({"layers.9.keys": torch.ones(1)}),
+    "fewer layers": lambda header, _: header["layers"].pop(),
+    "negative before": lambda header, _: header["layers"][0].update(before=-5),
+    "another length": lambda header, _: header["layers"][0].update(length=7),
+    "text for a number": lambda header, _: header["layers"][0].update(length="7"),
+    "layers that are none": lambda header, _: header.update(layers="many"),
+    "no metadata": lambda header, _: header.pop("metadata"),
+    "sliding where the model is not": lambda header, _: header["layers"][0].update(sliding=True),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_files_are_refused(tmp_path, model, cache, name):
+    """A digest that fits says nothing of the content: whatever does not hold together is refused in one line."""
+    path = cache.save(tmp_path / "a.kv")
+    crafted(path, CRAFTED[name])
+    with pytest.raises(CacheFileError) as raised:
+        CompactedCache.load(path, model)
+    assert "\n" not in str(raised.value)
+    crafted_unchanged = cache.save(tmp_path / "b.kv")
+    crafted(crafted_unchanged, lambda *_: None)
+    assert CompactedCache.load(crafted_unchanged, model).entries == cache.entries

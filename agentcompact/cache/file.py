@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from agentcompact.cache.compacted import CompactedCache
+from agentcompact.cache.file_checks import SPAN_PARTS, FileHeader, LayerHeader, fault_of, layer_tensors
 from agentcompact.cache.layers import FullLayer
-from agentcompact.cache.metadata import CacheMetadata
 from agentcompact.cache.span import Span
 from agentcompact.cache.tail import TailBuffer
 from agentcompact.errors import CacheError, CacheFileError, DocumentError, WriteError
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from agentcompact.models import LoadedModel
 
 FORMAT_VERSION = 1
-_PARTS = ("keys", "values", "bias", "positions")
 
 
 def save_cache(cache: CompactedCache, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -58,8 +56,8 @@ def save_cache(cache: CompactedCache, path: str | Path, *, overwrite: bool = Fal
     return path
 
 
-def read_header(path: str | Path) -> dict[str, Any]:
-    """Return the file's header (version, tokens, layers, metadata as plain JSON) without reading its tensors.
+def read_header(path: str | Path) -> FileHeader:
+    """Return the file's header (version, tokens, layers, metadata) without reading its tensors.
 
     Raises DocumentError where there is no such file, CacheFileError where it is no cache file, is truncated, or is
     of a newer version. The digest is not checked.
@@ -75,25 +73,18 @@ def load_cache(path: str | Path, model: LoadedModel) -> CompactedCache:
     """
     path = Path(path)
     header, tensors = read_verified(path)
-    metadata = _metadata(path, header)
-    _check_belongs(path, metadata, model)
     cache = CompactedCache(model.geometry, model.causal_lm.config.get_text_config(decoder=True))
-    cache.metadata = metadata
-    cache.token_ids = tensors.pop("token_ids").tolist() if "token_ids" in tensors else []
-    if len(header["layers"]) != len(cache.layers):
-        raise CacheFileError(f"{path} has {len(header['layers'])} layers, the model has {len(cache.layers)}")
-    for index, (layer, facts) in enumerate(zip(cache.layers, header["layers"], strict=True)):
-        parts = {
-            name.split(".", 2)[2]: t.to(model.device)
-            for name, t in tensors.items()
-            if name.startswith(f"layers.{index}.")
-        }
+    _check_belongs(path, header, tensors, model)
+    cache.metadata = header.metadata
+    cache.token_ids = tensors["token_ids"].tolist() if "token_ids" in tensors else []
+    for index, (layer, facts) in enumerate(zip(cache.layers, header.layers, strict=True)):
+        parts = {part: tensor.to(model.device) for part, tensor in layer_tensors(tensors, index).items()}
         _fill_layer(layer, facts, parts, model.dtype)
     return cache
 
 
-def read_verified(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return header and tensors of a file whose digest is right; raises as `load_cache` does."""
+def read_verified(path: Path) -> tuple[FileHeader, dict[str, Tensor]]:
+    """Return header and tensors of a file whose digest and structure are right; raises as `load_cache` does."""
     header, text, digest = _open(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -102,6 +93,9 @@ def read_verified(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise CacheFileError(f"{path} is damaged: {_one_line(error)}") from error
     if _digest(text, tensors) != digest:
         raise CacheFileError(f"{path} is damaged: its content does not match its digest; compact the document again")
+    fault = fault_of(header, tensors)
+    if fault:
+        raise CacheFileError(f"{path} is no sound cache file: {fault}")
     return header, tensors
 
 
@@ -109,7 +103,7 @@ def _tensors_of(cache: CompactedCache) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, FullLayer) and layer.span is not None:
-            for part in _PARTS:
+            for part in SPAN_PARTS:
                 tensors[f"layers.{index}.{part}"] = getattr(layer.span, part).detach().contiguous().cpu()
             tensors[f"layers.{index}.offsets"] = torch.tensor(layer.span.offsets, dtype=torch.int64)
         if layer.tail is not None and layer.length:
@@ -128,17 +122,17 @@ def _layer_header(layer: Any) -> dict[str, Any]:
     return {"before": layer.before, "length": layer.length, "sliding": bool(layer.is_sliding)}
 
 
-def _fill_layer(layer: Any, facts: dict[str, Any], parts: dict[str, Tensor], dtype: torch.dtype) -> None:
-    layer.before, layer.length = int(facts["before"]), int(facts["length"])
+def _fill_layer(layer: Any, facts: LayerHeader, parts: dict[str, Tensor], dtype: torch.dtype) -> None:
+    layer.before, layer.length = facts.before, facts.length
     if "keys" in parts:
-        keys, values, bias, positions = (parts[name] for name in _PARTS)
+        keys, values, bias, positions = (parts[name] for name in SPAN_PARTS)
         layer.span = Span(keys, values, bias, positions, tuple(parts["offsets"].tolist())).to(dtype=dtype)
     if "tail_keys" in parts:
         layer.tail = TailBuffer(parts["tail_keys"].to(dtype), parts["tail_values"].to(dtype), layer.length)
         layer.is_initialized = True
 
 
-def _open(path: Path) -> tuple[dict[str, Any], str, str]:
+def _open(path: Path) -> tuple[FileHeader, str, str]:
     """Return (header, its text, digest) after the checks that need no tensor."""
     if not path.exists():
         raise DocumentError(f"no such file: {path}")
@@ -154,14 +148,14 @@ def _open(path: Path) -> tuple[dict[str, Any], str, str]:
         raise CacheFileError(f"{path} is not a cache file: it was not written by agentcompact")
     text = stored["agentcompact"]
     try:
-        header = json.loads(text)
-        version = int(header["version"])
-    except (ValueError, KeyError, TypeError) as error:
+        version = json.loads(text)["version"]
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise CacheFileError(
+                f"{path} has file version {version}, this release reads up to {FORMAT_VERSION}: upgrade agentcompact"
+            )
+        header = FileHeader.model_validate_json(text)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CacheFileError(f"{path} is damaged: its header cannot be read") from error
-    if version > FORMAT_VERSION:
-        raise CacheFileError(
-            f"{path} has file version {version}, this release reads up to {FORMAT_VERSION}: upgrade agentcompact"
-        )
     return header, text, stored["digest"]
 
 
@@ -180,21 +174,15 @@ def _check_length(path: Path) -> None:
         try:
             entries = json.loads(file.read(header_bytes))
             ends = [v["data_offsets"][1] for k, v in entries.items() if k != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            needed = 8 + header_bytes + max(map(int, ends), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
             raise CacheFileError(f"{path} is not a cache file, or its header is damaged") from error
-    needed = 8 + header_bytes + max(ends, default=0)
     if size < needed:
         raise CacheFileError(f"{path} is truncated: {size} of {needed} bytes; compact the document again")
 
 
-def _metadata(path: Path, header: dict[str, Any]) -> CacheMetadata:
-    try:
-        return CacheMetadata.model_validate(header["metadata"])
-    except (KeyError, ValidationError) as error:
-        raise CacheFileError(f"{path} is damaged: its metadata cannot be read") from error
-
-
-def _check_belongs(path: Path, metadata: CacheMetadata, model: LoadedModel) -> None:
+def _check_belongs(path: Path, header: FileHeader, tensors: dict[str, Tensor], model: LoadedModel) -> None:
+    metadata, geometry = header.metadata, model.geometry
     if metadata.model_fingerprint != model.fingerprint:
         raise CacheFileError(
             f"{path} was made by another model ({metadata.model_source}, {metadata.model_fingerprint[:8]}), "
@@ -205,6 +193,16 @@ def _check_belongs(path: Path, metadata: CacheMetadata, model: LoadedModel) -> N
             f"{path} was made with another tokenizer than {model.source.identity} has now: "
             "use the tokenizer it was made with, or compact the document again"
         )
+    shape = (geometry.kv_heads, geometry.head_dim)
+    windows = [window is not None for window in geometry.sliding_windows]
+    spans = [part for index in range(len(header.layers)) for part in [layer_tensors(tensors, index)] if "keys" in part]
+    tails = [t for name, t in tensors.items() if name.endswith("tail_keys")]
+    if (
+        [layer.sliding for layer in header.layers] != windows
+        or any((len(part["offsets"]) - 1, part["keys"].shape[1]) != shape for part in spans)
+        or any((tail.shape[1], tail.shape[3]) != shape for tail in tails)
+    ):
+        raise CacheFileError(f"{path} is no sound cache file: its layers or heads are not the model's")
 
 
 def _digest(text: str, tensors: dict[str, Tensor]) -> str:

@@ -121,7 +121,7 @@ def _open(cache_file: Path, choice: ModelChoice, say: Callable[[str], None]) -> 
     from agentcompact.cache.file import read_verified
 
     say(f"checking {cache_file}")
-    made_by = str(read_verified(cache_file)[0]["metadata"]["model_source"])
+    made_by = read_verified(cache_file)[0].metadata.model_source
     loaded = choice.load(made_by, say)
     say(f"reading {cache_file}")
     return loaded, CompactedCache.load(cache_file, loaded)

@@ -13,6 +13,8 @@ from agentcompact_cli.options import output_options
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from agentcompact.cache.file_checks import LayerHeader
+
 STRIP = 48
 SHADES = " ▁▂▃▄▅▆▇█"
 
@@ -31,20 +33,20 @@ def command(cache_file: Path, quiet: bool, as_json: bool) -> None:
     from agentcompact.cache.file import read_verified
 
     header, tensors = read_verified(cache_file)
-    layers = [_layer_facts(index, facts, tensors) for index, facts in enumerate(header["layers"])]
+    layers = [_layer_facts(index, facts, tensors) for index, facts in enumerate(header.layers)]
     entries = sum(layer["entries"] + layer["live_entries"] for layer in layers)
     facts: dict[str, Any] = {
         "file": str(cache_file),
         "file_bytes": cache_file.stat().st_size,
-        "version": header["version"],
-        "tokens": header["tokens"],
+        "version": header.version,
+        "tokens": header.tokens,
         "entries": entries,
         "entry_bytes": sum(t.nbytes for name, t in tensors.items() if name.startswith("layers.")),
         "dtype": next(
             (str(t.dtype).removeprefix("torch.") for name, t in tensors.items() if name.endswith("keys")),
             "none",
         ),
-        **header["metadata"],
+        **header.metadata.model_dump(mode="json"),
         "layers": layers,
     }
     if as_json:
@@ -55,13 +57,13 @@ def command(cache_file: Path, quiet: bool, as_json: bool) -> None:
         _print_picture(facts, tensors)
 
 
-def _layer_facts(index: int, facts: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _layer_facts(index: int, facts: LayerHeader, tensors: dict[str, Tensor]) -> dict[str, Any]:
     offsets = tensors.get(f"layers.{index}.offsets")
     tail = tensors.get(f"layers.{index}.tail_keys")
     bias = tensors.get(f"layers.{index}.bias")
     return {
         "layer": index,
-        "sliding": facts["sliding"],
+        "sliding": facts.sliding,
         "entries_per_head": offsets.diff().tolist() if offsets is not None else [],
         "entries": int(offsets[-1]) if offsets is not None else 0,
         "live_entries": int(tail.shape[1] * tail.shape[2]) if tail is not None else 0,
