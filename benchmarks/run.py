@@ -190,7 +190,7 @@ def print_peak(strategy: str) -> None:
 
 
 def peak_bytes() -> int:
-    """Peak resident memory of this process. Linux hands ru_maxrss on from the parent, so its own figure is read there."""
+    """Peak resident memory of this process; ru_maxrss would count the parent's too on Linux."""
     status = Path("/proc/self/status")
     if status.exists():
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
