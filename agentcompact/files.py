@@ -15,6 +15,8 @@ def check_output(path: Path, *, overwrite: bool) -> None:
     """Raise OutputExistsError or WriteError if `path` cannot become an output file; nothing is touched."""
     if path.is_dir():
         raise WriteError(f"{path} is a folder: name a file in it")
+    if path.exists() and not path.is_file():
+        raise WriteError(f"{path} is no regular file: name one that can be replaced as a whole")
     if path.exists() and not overwrite:
         raise OutputExistsError(
             f"{path} exists already: add --force (overwrite=True) to replace it, or name another file"

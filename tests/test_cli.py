@@ -217,6 +217,41 @@ def test_an_existing_output_is_kept_without_force(run, book, folder, tmp_path):
     assert target.stat().st_size > 1000
 
 
+def test_the_document_is_never_overwritten(run, book, folder, tmp_path):
+    before = book.read_bytes()
+    failed(run("compact", book, "-m", folder, "-o", book, "--force"), "is the document itself")
+    (tmp_path / "notes.kv").write_text(tiny_text(20))
+    failed(run("compact", "notes.kv", "-m", folder, "--force"), "is the document itself")
+    assert book.read_bytes() == before
+    assert (tmp_path / "notes.kv").read_text() == tiny_text(20)
+
+
+def test_a_device_is_never_replaced(run, book, folder, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    failed(run("compact", book, "-m", folder, "-o", "pipe", "--force"), "no regular file", code=1)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_names_that_look_like_markup(run, folder, tmp_path):
+    (tmp_path / "book [v2] [bold].txt").write_text(tiny_text(40))
+    code, out, err = run("compact", "book [v2] [bold].txt", "-m", folder)
+    assert code == 0, err
+    assert out.count("book [v2] [bold].kv") == 2
+    code, out, _ = run("inspect", "book [v2] [bold].kv")
+    assert "book [v2] [bold].txt" in out
+
+
+def test_a_terminal_without_unicode(book, folder, tmp_path):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "LC_ALL": "C"}
+    command = [sys.executable, "-m", "agentcompact_cli"]
+    for args in (["compact", str(book), "-m", folder, "-q"], ["inspect", "book.kv"]):
+        made = subprocess.run(
+            [*command, *args], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert made.returncode == 0, made.stderr
+        assert "Traceback" not in made.stderr
+
+
 def test_damaged_and_foreign_cache_files(run, book, folder, tmp_path):
     run("compact", book, "-m", folder)
     data = (tmp_path / "book.kv").read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -70,6 +71,8 @@ def command(
         if str(document) == "-":
             raise InputError("a document from standard input needs --output")
         output = document.with_suffix(".kv")
+    if output.exists() and document.exists() and output.samefile(document):
+        raise InputError(f"{output} is the document itself: name another --output")
     check_output(output, overwrite=force)
     settings = parse_settings(pairs)
 
@@ -110,12 +113,14 @@ def command(
 
 
 def _print_summary(facts: dict[str, Any]) -> None:
+    from rich.markup import escape
+
     seconds, prefill = facts["seconds"]["total"], facts["prefill_seconds"] or 0
     share = f", {seconds / prefill:.2f} of the prefill" if prefill else ""
-    out.print(f"[bold]{facts['output']}[/]  {size(facts['output_bytes'])}", soft_wrap=True)
+    out.print(f"[bold]{escape(facts['output'])}[/]  {size(facts['output_bytes'])}", soft_wrap=True)
     out.print(
         f"  {facts['tokens']:,} tokens, {facts['entries_before']:,} entries -> {facts['entries_after']:,} "
         f"({facts['ratio']:.1f}x), {size(facts['bytes_before'])} -> {size(facts['bytes_after'])}"
     )
     out.print(f"  prefill {prefill:.1f} s, {facts['strategy']} {seconds:.1f} s{share}")
-    out.print(f'  ask it: agentcompact ask {facts["output"]} "..."', soft_wrap=True)
+    click.echo(f'  ask it: agentcompact ask {quote(facts["output"])} "..."')

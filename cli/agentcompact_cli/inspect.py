@@ -74,16 +74,19 @@ def _layer_facts(index: int, facts: LayerHeader, tensors: dict[str, Tensor]) -> 
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("file", f"{facts['file']}  {size(facts['file_bytes'])}, version {facts['version']}, {facts['dtype']}")
-    table.add_row("document", f"{facts['document'] or '-'}  sha256 {facts['document_sha256'][:16] or '-'}")
+    table.add_row(
+        "file", f"{escape(facts['file'])}  {size(facts['file_bytes'])}, version {facts['version']}, {facts['dtype']}"
+    )
+    table.add_row("document", f"{escape(facts['document']) or '-'}  sha256 {facts['document_sha256'][:16] or '-'}")
     table.add_row(
         "model",
-        f"{facts['model_source']} ({facts['model_type']}, fingerprint {facts['model_fingerprint'][:12]})",
+        f"{escape(facts['model_source'])} ({facts['model_type']}, {facts['model_fingerprint'][:12]})",
     )
     table.add_row("prompt", facts["prompt"]["kind"])
     table.add_row("created", f"{facts['created'] or '-'} by agentcompact {facts['library_version'] or '-'}")
@@ -97,9 +100,9 @@ def _print_facts(facts: dict[str, Any]) -> None:
             f"{report['strategy']}, budget {report['budget']:,}: {report['entries_before']:,} -> "
             f"{report['entries_after']:,} entries ({shrunk:.1f}x) in {report['seconds'].get('total', 0):.1f} s",
         )
-        table.add_row("", f"settings: {settings}; seed {report['seed']}", style="dim")
+        table.add_row("", escape(f"settings: {settings}; seed {report['seed']}"), style="dim")
         for warning in report["warnings"]:
-            table.add_row("", f"warning: {warning}")
+            table.add_row("", escape(f"warning: {warning}"))
     out.print(table)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import click
@@ -63,6 +64,9 @@ def cli() -> None:
 def main() -> NoReturn:
     """Run the command. Exit code 0, 1 (failed), 2 (bad usage or input), 130 (interrupted)."""
     signal.signal(signal.SIGTERM, _terminated)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     sys.exit(_run())
 
 
