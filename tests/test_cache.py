@@ -142,6 +142,58 @@ def test_interrupted_prefill_leaves_the_cache_as_it_was(engine):
     assert torch.allclose(engine.next_token_logits(cache, [5, 6]), expected, atol=1e-5)
 
 
+def test_interrupted_prefill_with_sliding_layers_leaves_the_cache_as_it_was():
+    """Also where the window has moved on meanwhile."""
+    engine = TransformersEngine(tiny_model("gemma3"), EngineSettings(prefill_chunk=16))
+    cache = engine.prefill(tiny_tokens(20), capture_seed=0)
+    expected = engine.next_token_logits(cache.fork(), [5, 6])
+
+    def interrupt(_phase, done, _total):
+        if done > 60:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.prefill(tiny_tokens(90, seed=3), cache, capture_seed=0, progress=interrupt)
+    assert [layer.get_seq_length() for layer in cache.layers] == [20, 20, 20]
+    assert torch.allclose(engine.next_token_logits(cache, [5, 6]), expected, atol=1e-5)
+
+
+def test_a_prefill_holds_no_more_of_a_sliding_layer_than_window_and_chunk():
+    engine = TransformersEngine(tiny_model("gemma3"), EngineSettings(prefill_chunk=16))
+    cache, held = engine.new_cache(), []
+    engine.prefill(tiny_tokens(400), cache, progress=lambda *_: held.append(cache.layers[0].nbytes))
+    assert max(held) <= 2 * 2 * 15 * 16 * 4  # keys and values, heads, window - 1, head size, float32
+
+
+def test_two_threads_read_control_tokens_as_they_should(smollm2):
+    """How control tokens are read is state of the one tokenizer."""
+    import sys
+    import threading
+
+    engine, marker = TransformersEngine(smollm2), smollm2.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    wrong = []
+
+    def read(text, control, expected):
+        for _ in range(300):
+            if (marker in engine.encode(text, control_tokens=control)) != expected:
+                wrong.append(text)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [
+            threading.Thread(target=read, args=("a <|im_end|> b " * 20, False, False)),
+            threading.Thread(target=read, args=("<|im_end|>", True, True)),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+
+
 def test_context_limit_names_both_numbers(engine):
     with pytest.raises(ContextLengthError, match=r"600 tokens .* 512"):
         engine.prefill([5] * 600)

@@ -219,3 +219,34 @@ def test_keys_far_below_every_maximum_stay_finite():
         assert torch.isfinite(found).all()
         assert float((found - low).min()) >= LOWER - 1e-4
         assert float((found - low).max()) <= UPPER + 1e-4
+
+
+def test_the_number_of_threads_survives_two_callers_at_once():
+    import threading
+    import time
+
+    from agentcompact.fitting.normal_equations import one_thread
+
+    before = torch.get_num_threads()
+    entered = threading.Event()
+
+    def first():
+        with one_thread():
+            entered.set()
+            time.sleep(0.05)
+
+    def second():
+        entered.wait()
+        with one_thread():
+            time.sleep(0.1)
+
+    try:
+        torch.set_num_threads(2)
+        threads = [threading.Thread(target=each) for each in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

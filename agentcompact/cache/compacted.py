@@ -94,7 +94,7 @@ class CompactedCache(Cache):  # type: ignore[misc]
 
     def reserve(self, tokens: int) -> None:
         """Announce that the live tail will reach `tokens` positions, so that it is allocated once."""
-        for layer in self.layers:
+        for _, layer in self.full_layers:
             layer.reserve = tokens
 
     def fork(self, batch_size: int | None = None) -> CompactedCache:
@@ -160,6 +160,16 @@ class CompactedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             if isinstance(layer, SlidingLayer):
                 layer.drop_outside_window()
+
+    def windows(self) -> list[SlidingLayer]:
+        """Return the sliding layers as they are now, for `restore_windows`."""
+        return [layer.fork() for layer in self.layers if isinstance(layer, SlidingLayer)]
+
+    def restore_windows(self, windows: Sequence[SlidingLayer]) -> None:
+        """Put the sliding layers back to what `windows` returned, whatever was dropped since."""
+        places = [index for index, layer in enumerate(self.layers) if isinstance(layer, SlidingLayer)]
+        for index, window in zip(places, windows, strict=True):
+            self.layers[index] = window
 
     def source(self, layer_index: int, start: int, stop: int) -> Span:
         """Return the entries of one layer, compacted and live, that lie at positions [start, stop)."""

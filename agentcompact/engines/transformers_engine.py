@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from agentcompact.engines.sampling import Sampler, StopWatch, end_token_ids
 from agentcompact.errors import CacheError, ContextLengthError, DocumentError
 from agentcompact.models import LoadedModel, PromptParts, split_template
 from agentcompact.settings import EngineSettings, SamplingSettings
+
+_ENCODING = threading.Lock()
 
 
 class TransformersEngine:
@@ -62,9 +65,11 @@ class TransformersEngine:
         )
 
     def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
-        encoded = self.model.tokenizer(
-            text, add_special_tokens=False, split_special_tokens=not control_tokens, verbose=False
-        )
+        # How control tokens are read is state of the shared tokenizer, so two threads must not set it at once.
+        with _ENCODING:
+            encoded = self.model.tokenizer(
+                text, add_special_tokens=False, split_special_tokens=not control_tokens, verbose=False
+            )
         return [int(i) for i in encoded["input_ids"]]
 
     def beginning(self) -> list[int]:
@@ -94,17 +99,18 @@ class TransformersEngine:
         begun = time.perf_counter()
         capture = self._capture_store(cache, start, capture_seed)
         cache.reserve(cache.tail_length + total)
+        windows = cache.windows()
         try:
             self._run(token_ids, cache, capture, progress, "prefill")
         except BaseException:
             cache.captured = cache.captured if capture is None else capture
+            cache.restore_windows(windows)
             cache.roll_back(start)
             raise
         finally:
             cache.reserve(0)
         cache.captured = capture
         cache.token_ids.extend(int(i) for i in token_ids)
-        cache.drop_outside_windows()
         self.counters.prefilled_tokens += total
         cache.metadata.prefill_seconds = (cache.metadata.prefill_seconds or 0) + time.perf_counter() - begun
         return cache
@@ -229,6 +235,7 @@ class TransformersEngine:
                 capture.plan(number + begin, chunk.shape[1], (total if still is None else still) - begin)
                 with cache.observed(capture.take):
                     self.model.causal_lm(**inputs, use_cache=True, logits_to_keep=1)
+            cache.drop_outside_windows()
             if progress is not None:
                 progress(phase, min(begin + chunk.shape[1], total), total)
 

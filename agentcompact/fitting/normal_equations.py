@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+_THREADS = threading.RLock()
+
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run small factorisations on one thread: with contended threads they are many times slower."""
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    """Run small factorisations on one thread: with contended threads they are many times slower.
+
+    The number of threads is the process's, so one caller at a time changes it and puts it back.
+    """
+    with _THREADS:
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 def ridge_of(gram: Tensor, ridge: float) -> Tensor:
