@@ -163,3 +163,44 @@ def test_any_seed_works():
     cache = engine.prefill(tiny_tokens(40), capture_seed=0)
     for seed in (2**40, 2**63 - 1):
         assert recompact(engine, cache, budget=2, seed=seed, first_pass_queries=5).entries == 8
+
+
+def test_heads_without_scores_get_nothing():
+    scores = [[torch.tensor([0.9, 0.1]), torch.empty(0)], [torch.empty(0), torch.tensor([0.5])]]
+    assert global_budgets(scores, 2) == [[1, 0], [0, 1]]
+    assert global_budgets(scores, 3) == [[2, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("name", ["two_pass", "high_attn"])
+@pytest.mark.parametrize("budgets", ["uniform", "global"])
+def test_a_part_of_which_some_heads_kept_nothing_can_be_compacted(name, budgets):
+    """Positions from 183 on, of which the first compaction left some heads no entry."""
+    engine = TransformersEngine(tiny_model("llama"))
+    live = engine.prefill(tiny_tokens(200), capture_seed=0)
+    small = recompact(engine, live, budget=8)
+    tried = 0
+    for start in range(150, 200, 3):
+        lengths = [n for index, _ in small.full_layers for n in small.source(index, start, 200).lengths]
+        tried += min(lengths) == 0 < max(lengths)
+        again = recompact(engine, small, name, budget=1, start=start, budgets=budgets)
+        assert again.next_position == 200
+        assert torch.isfinite(engine.next_token_logits(again, [5, 6])).all()
+    assert tried > 3
+
+
+def test_captured_queries_of_a_part_do_not_stand_for_the_whole():
+    """More tokens arrived without capture: their queries are captured before they are compacted."""
+    engine = TransformersEngine(tiny_model("llama"))
+    cache = engine.prefill(tiny_tokens(300), capture_seed=0)
+    assert cache.captured.covers(0, 300)
+    engine.next_token_logits(cache, tiny_tokens(100, seed=4))
+    assert not cache.captured.covers(0, 400)
+    assert not cache.captured.covers(300, 400)
+    assert recompact(engine, cache, ratio=4).metadata.reports[-1].compaction_tokens == 400
+
+
+def test_a_prefill_without_capture_keeps_what_was_captured():
+    engine = TransformersEngine(tiny_model("llama"))
+    cache = engine.prefill(tiny_tokens(40), capture_seed=0)
+    engine.prefill(tiny_tokens(10, seed=4), cache)
+    assert recompact(engine, cache, budget=4, stop=40).metadata.reports[-1].compaction_tokens == 0

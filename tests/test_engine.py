@@ -170,3 +170,104 @@ def test_chat_prompt_is_the_template_around_document_and_question(smollm2):
         [{"role": "user", "content": "The sky is green.\n\nWhich colour?"}], add_generation_prompt=True, tokenize=False
     )
     assert smollm2.tokenizer.decode(ids) == expected
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt in the second layer's attention, after the first layer has taken its entries."""
+
+    def __init__(self, model, after=0):
+        self.module = model.causal_lm.model.layers[1].self_attn
+        self.left = after
+
+    def __enter__(self):
+        self.handle = self.module.register_forward_pre_hook(self.stop)
+
+    def stop(self, *_):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+    def __exit__(self, *_):
+        self.handle.remove()
+
+
+def test_a_pass_interrupted_between_layers_leaves_the_cache_usable():
+    fresh = TransformersEngine(tiny_model("llama"), EngineSettings(prefill_chunk=8))
+    cache = fresh.prefill(tiny_tokens(20), capture_seed=0)
+    plain = fresh.next_token_logits(cache.fork(), [5, 6, 7])
+    stored = cache.captured.layer(1).clone()
+    attempts = [
+        (0, lambda: fresh.prefill(tiny_tokens(30, seed=2), cache, capture_seed=0), 20),
+        (2, lambda: fresh.prefill(tiny_tokens(30, seed=2), cache, capture_seed=0), 20),
+        (0, lambda: fresh.next_token_logits(cache, [9, 10]), 20),
+        (0, lambda: fresh.decode(cache, [[5, 6]], SamplingSettings(max_new_tokens=9)), 20),
+    ]
+    for after, work, position in attempts:
+        with Interrupting(fresh.model, after), pytest.raises(KeyboardInterrupt):
+            work()
+        assert [layer.get_seq_length() for layer in cache.layers] == [position, position]
+        assert cache.token_ids == tiny_tokens(20)
+        assert torch.equal(cache.captured.layer(1), stored)
+        assert sorted(cache.captured.positions.tolist()) == list(range(20))
+    assert torch.allclose(fresh.next_token_logits(cache.fork(), [5, 6, 7]), plain, atol=1e-5)
+    again = fresh.prefill(tiny_tokens(30, seed=2), cache, capture_seed=0)
+    assert sorted(again.captured.positions.tolist()) == list(range(50))
+
+
+def test_an_interrupted_prefill_gives_back_what_a_full_store_evicted():
+    few = TransformersEngine(tiny_model("llama"), EngineSettings(prefill_chunk=8, capture_bytes=10 * 2 * 4 * 16 * 4))
+    cache = few.prefill(tiny_tokens(20), capture_seed=0)
+    before, stored = cache.captured.positions.clone(), cache.captured.layer(0).clone()
+    with Interrupting(few.model, after=2), pytest.raises(KeyboardInterrupt):
+        few.prefill(tiny_tokens(40, seed=2), cache, capture_seed=0)
+    assert torch.equal(cache.captured.positions, before)
+    assert torch.equal(cache.captured.layer(0), stored)
+
+
+def test_decoding_interrupted_later_keeps_the_whole_steps():
+    fresh = TransformersEngine(tiny_model("llama"))
+    fresh.model.causal_lm.generation_config.eos_token_id = None
+    cache = fresh.prefill(tiny_tokens(20))
+    with Interrupting(fresh.model, after=3), pytest.raises(KeyboardInterrupt):
+        fresh.decode(cache, [[5, 6]], SamplingSettings(max_new_tokens=9))
+    assert [layer.get_seq_length() for layer in cache.layers] == [24, 24]
+    assert len(cache.token_ids) == 24
+    whole = fresh.prefill(cache.token_ids)
+    expected = fresh.next_token_logits(whole, [7])
+    assert torch.allclose(fresh.next_token_logits(cache, [7]), expected, atol=1e-4)
+
+
+def test_forks_appended_to_in_two_threads_stay_apart():
+    """Both want the place behind the shared tail; one of them must copy."""
+    import threading
+
+    from agentcompact.cache.tail import TailBuffer
+
+    for _ in range(300):
+        rows = torch.zeros(1, 1, 4, 2)
+        shared = TailBuffer.empty(rows, rows, 64).append(0, rows, rows, 0)
+        shared.shared = True
+        made, gate = {}, threading.Barrier(2)
+
+        def append(value, shared=shared, made=made, gate=gate):
+            new = torch.full((1, 1, 3, 2), float(value))
+            gate.wait()
+            made[value] = shared.append(4, new, new, 0)
+
+        threads = [threading.Thread(target=append, args=(value,)) for value in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert made[1] is not made[2]
+        for value, buffer in made.items():
+            assert (buffer.keys[:, :, 4:7] == value).all()
+
+
+def test_reading_the_beginning_does_not_change_how_documents_are_read(smollm2):
+    engine = TransformersEngine(smollm2)
+    marker = smollm2.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert marker in smollm2.tokenizer("<|im_end|>")["input_ids"]
+    assert marker not in engine.encode("<|im_end|>")
+    assert marker in smollm2.tokenizer("<|im_end|>")["input_ids"]  # the user's tokenizer is as it was
+    assert engine.beginning() == []

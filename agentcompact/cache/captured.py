@@ -25,6 +25,8 @@ class CapturedQueries:
         self._layers: dict[int, Tensor] = {}
         self._plan: tuple[Tensor, Tensor] | None = None
         self.shared = False
+        self.seen: list[tuple[int, int]] = []
+        """Ranges of positions that were offered, whether kept or not."""
         self.first = 0
         """Positions before this one are not captured."""
 
@@ -44,7 +46,21 @@ class CapturedQueries:
         other = CapturedQueries(self.capacity, self.seed)
         other.positions, other._priorities = self.positions.clone(), self._priorities.copy()
         other._layers = {index: t.clone() for index, t in self._layers.items()}
+        other.seen = list(self.seen)
         return other
+
+    def must_evict(self, count: int) -> bool:
+        """Whether so many more positions could push out some that are kept."""
+        return len(self.positions) + count > self.capacity
+
+    def snapshot(self) -> tuple[Tensor, np.ndarray, dict[int, Tensor], list[tuple[int, int]]]:
+        """Return what `restore` needs to forget all that comes after, as long as nothing is evicted meanwhile."""
+        return self.positions, self._priorities, dict(self._layers), list(self.seen)
+
+    def restore(self, known: tuple[Tensor, np.ndarray, dict[int, Tensor], list[tuple[int, int]]]) -> None:
+        """Go back to a snapshot."""
+        self.positions, self._priorities, self._layers, self.seen = known
+        self._plan = None
 
     def plan(self, start: int, count: int, expected: int) -> None:
         """Decide which of the positions start .. start + count are kept, and in which slots of the store.
@@ -52,6 +68,8 @@ class CapturedQueries:
         `expected` is how many positions the whole prefill will bring, so that the store is allocated once.
         """
         skipped = min(count, max(0, self.first - start))
+        if count > skipped:
+            self.seen.append((start + skipped, start + count))
         incoming = np.arange(start + skipped, start + count, dtype=np.uint64)
         priorities = np.concatenate([self._priorities, _mixed(incoming, self.seed)])
         held = len(self._priorities)
@@ -95,6 +113,7 @@ class CapturedQueries:
             return self
         other = CapturedQueries(self.capacity, self.seed)
         other.positions, other._priorities = self.positions[kept], self._priorities[kept.numpy()]
+        other.seen = [(a, min(b, stop)) for a, b in self.seen if a < stop]
         other._layers = {
             index: store[:, : len(kept)][:, kept.to(store.device)] for index, store in self._layers.items()
         }
@@ -111,9 +130,13 @@ class CapturedQueries:
         return store[:, inside.to(store.device)]
 
     def covers(self, start: int, stop: int) -> bool:
-        """Whether the store has queries of [start, stop): all of them, or a sample that is worth using."""
+        """Whether all of [start, stop) was offered, and a sample that is worth using was kept of it."""
+        reached = start
+        for begin, end in sorted(self.seen):
+            if begin <= reached:
+                reached = max(reached, end)
         inside = int(((self.positions >= start) & (self.positions < stop)).sum())
-        return inside == stop - start or inside >= min(stop - start, USEFUL_SAMPLE)
+        return reached >= stop and inside >= min(stop - start, USEFUL_SAMPLE)
 
 
 def _mixed(positions: np.ndarray, seed: int) -> np.ndarray:

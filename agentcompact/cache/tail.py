@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ class TailBuffer:
         self.values = values
         self.used = used
         self.shared = False
+        self._lock = threading.Lock()
 
     @classmethod
     def empty(cls, like_keys: Tensor, like_values: Tensor, capacity: int) -> TailBuffer:
@@ -54,7 +57,11 @@ class TailBuffer:
                 end,
             )
         target = self
-        if (self.shared and self.used != length) or end > self.capacity or self.batch != keys.shape[0]:
+        with self._lock:  # two threads may append to forks of one cache: one gets the place behind, the other copies
+            taken = (self.shared and self.used != length) or end > self.capacity or self.batch != keys.shape[0]
+            if not taken:
+                self.used = end
+        if taken:
             grown = end if length == 0 else end + end // 4 + 64
             target = TailBuffer.empty(keys, values, max(grown if reserve <= end else end, reserve))
             target.keys[:, :, :length] = self.keys[:, :, :length]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,8 +27,6 @@ from agentcompact.engines.sampling import Sampler, StopWatch, end_token_ids
 from agentcompact.errors import CacheError, ContextLengthError, DocumentError
 from agentcompact.models import LoadedModel, PromptParts, split_template
 from agentcompact.settings import EngineSettings, SamplingSettings
-
-_ENCODING = threading.Lock()
 
 
 class TransformersEngine:
@@ -65,17 +62,10 @@ class TransformersEngine:
         )
 
     def encode(self, text: str, *, control_tokens: bool = False) -> list[int]:
-        # How control tokens are read is state of the shared tokenizer, so two threads must not set it at once.
-        with _ENCODING:
-            encoded = self.model.tokenizer(
-                text, add_special_tokens=False, split_special_tokens=not control_tokens, verbose=False
-            )
-        return [int(i) for i in encoded["input_ids"]]
+        return self.model.encoder.encode(text, control_tokens=control_tokens)
 
     def beginning(self) -> list[int]:
-        tokenizer = self.model.tokenizer
-        first = tokenizer("a", verbose=False)["input_ids"][:1]
-        return [int(i) for i in first if i == tokenizer.bos_token_id]
+        return list(self.model.encoder.beginning)
 
     def prompt_parts(self) -> PromptParts | None:
         return split_template(self.model.tokenizer)
@@ -97,19 +87,21 @@ class TransformersEngine:
         start, total = cache.next_position, len(token_ids)
         self._check_room(start, total)
         begun = time.perf_counter()
-        capture = self._capture_store(cache, start, capture_seed)
+        capture = self._capture_store(cache, start, total, capture_seed)
         cache.reserve(cache.tail_length + total)
         windows = cache.windows()
+        known = None if capture is None else capture.snapshot()
         try:
             self._run(token_ids, cache, capture, progress, "prefill")
         except BaseException:
-            cache.captured = cache.captured if capture is None else capture
+            if capture is not None and known is not None:
+                capture.restore(known)
             cache.restore_windows(windows)
             cache.roll_back(start)
             raise
         finally:
             cache.reserve(0)
-        cache.captured = capture
+        cache.captured = cache.captured if capture is None else capture
         cache.token_ids.extend(int(i) for i in token_ids)
         self.counters.prefilled_tokens += total
         cache.metadata.prefill_seconds = (cache.metadata.prefill_seconds or 0) + time.perf_counter() - begun
@@ -171,7 +163,12 @@ class TransformersEngine:
         cache.reserve(cache.tail_length + longest + sampling.max_new_tokens)
         position = start
         while active:
-            logits = self._step(ids, cache, position, padding, seen)
+            try:
+                logits = self._step(ids, cache, position, padding, seen)
+            except BaseException:
+                cache.reserve(0)
+                cache.roll_back(position)
+                raise
             cache.token_ids = [*cache.token_ids, *ids[0].tolist()] if single else []
             position += ids.shape[1]
             tokens = sampler(logits)
@@ -199,7 +196,11 @@ class TransformersEngine:
         self._check_room(start, len(token_ids))
         ids = torch.tensor([list(token_ids)], device=self.model.device)
         positions = torch.arange(start, start + len(token_ids), device=self.model.device)[None]
-        output = self.model.causal_lm(input_ids=ids, cache=cache, position_ids=positions, use_cache=True)
+        try:
+            output = self.model.causal_lm(input_ids=ids, cache=cache, position_ids=positions, use_cache=True)
+        except BaseException:
+            cache.roll_back(start)
+            raise
         if len(cache.token_ids) == start:
             cache.token_ids.extend(int(i) for i in token_ids)
         logits: Tensor = output.logits[0].float()
@@ -276,13 +277,13 @@ class TransformersEngine:
             on_token(index, token)
         return going
 
-    def _capture_store(self, cache: CompactedCache, start: int, seed: int | None) -> CapturedQueries | None:
+    def _capture_store(self, cache: CompactedCache, start: int, total: int, seed: int | None) -> CapturedQueries | None:
         """Return where the queries go: on with what the cache has, a new store, or none."""
         if seed is None:
             return None
         held = cache.captured
         if held is not None and start and held.seed == seed:
-            return held.clone() if held.shared else held
+            return held.clone() if held.shared or held.must_evict(total) else held
         return None if start else self._new_store(seed)
 
     def _new_store(self, seed: int) -> CapturedQueries | None:

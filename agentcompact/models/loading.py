@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from agentcompact.models.gguf import convert_gguf, converted_folder, is_converte
 from agentcompact.models.hub import cached_snapshot, download_snapshot
 from agentcompact.models.sources import EMBEDDED_ALIAS, ModelSource, resolve_source
 from agentcompact.models.support import check_attention, check_supported
+from agentcompact.models.text_encoder import TextEncoder
 
 Progress = Callable[[str], None]
 
@@ -42,6 +43,11 @@ class LoadedModel:
     source: ModelSource
     fingerprint: str
     tokenizer_hash: str
+
+    @cached_property
+    def encoder(self) -> TextEncoder:
+        """Text to token ids, by a private copy of the tokenizer."""
+        return TextEncoder(self.tokenizer)
 
     @property
     def device(self) -> torch.device:

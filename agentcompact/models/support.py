@@ -164,9 +164,19 @@ def _rope_reason(text: Any) -> str | None:
     kind = getattr(text, "position_embedding_type", None)
     if isinstance(kind, str) and kind not in ("rope", "rotary"):
         return f"its positions are '{kind}' embeddings, not a rotation of the keys (RoPE)"
-    if not getattr(text, "rope_parameters", None) and getattr(text, "rope_theta", None) is None:
+    parameters = getattr(text, "rope_parameters", None)
+    if not parameters and getattr(text, "rope_theta", None) is None:
         return "its configuration has no rotary position embedding (RoPE)"
+    if "longrope" in _rope_types(parameters or {}):
+        # transformers picks the short or the long factors by the length of each pass, so chunks would disagree.
+        return "its rotary frequencies (longrope) change with the length of each pass"
     return None
+
+
+def _rope_types(parameters: dict[str, Any]) -> set[Any]:
+    """The RoPE types of a configuration whose parameters are one set, or one for each type of layer."""
+    nested = [each for each in parameters.values() if isinstance(each, dict)]
+    return {each.get("rope_type", each.get("type")) for each in (parameters, *nested)}
 
 
 def _module_reason(module: Any) -> str | None:

@@ -129,6 +129,9 @@ class AttentionMatching(Strategy):
         n = group.keys.shape[1]
         shortlisted = math.ceil(self.settings.shortlist * request.budget)
         scaling = request.engine.geometry.scaling
+        if n == 0:  # a compacted head may have kept nothing of this part of the document
+            empty = group.bias.float()
+            return ScoredHeads(group, group.positions.long(), empty, empty, empty.sum(dim=1), None)
         if self.settings.keys == "highest_attention" or shortlisted >= n:
             wanted = group.values if self.settings.values == "least_squares" else None
             full = self._statistics(group.queries, group.keys, group.bias, scaling, wanted)
