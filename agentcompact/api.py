@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from agentcompact.cache import CompactedCache, PromptFormat
 from agentcompact.engines import Engine, Generation, Progress, TransformersEngine, question_ids
-from agentcompact.errors import DocumentError
+from agentcompact.errors import ContextLengthError, DocumentError
 from agentcompact.models import LoadedModel
 from agentcompact.settings import SamplingSettings, build_settings, resolve_budget
 from agentcompact.strategies import CompactionRequest, Strategy, make_strategy
@@ -48,6 +48,7 @@ def compact(
         ratio = 8.0
     resolve_budget(1, ratio=ratio, budget=budget)
     engine = as_engine(model)
+    method.check_engine(engine)
     cache = prefill_document(
         engine,
         text,
@@ -64,7 +65,9 @@ def compact(
         seed=seed,
         progress=progress,
     )
-    return method.compact(request).cache
+    compacted = method.compact(request).cache
+    compacted.captured = None  # up to hundreds of MB; a later compaction captures them again from the token ids
+    return compacted
 
 
 def recompact(
@@ -109,8 +112,7 @@ def prefill_document(
     progress: Progress | None = None,
 ) -> CompactedCache:
     """Prefill a text as questions will be asked about it; arguments as for `compact`."""
-    if not text.strip():
-        raise DocumentError("the document is empty")
+    _check_text(text, "the document")
     form = prompt_format(engine, prompt)
     before = engine.encode(form.prefix, control_tokens=True) if form.kind == "chat" else engine.beginning()
     ids = [*before, *engine.encode(text)]
@@ -142,9 +144,14 @@ def answer(
     sampling = sampling or build_settings(SamplingSettings, settings, "sampling")
     sampling = sampling.model_copy(update={"stop": (*sampling.stop, *cache.metadata.prompt.stop)})
     asked = [questions] if isinstance(questions, str) else list(questions)
-    if any(not question.strip() for question in asked):
-        raise DocumentError("a question is empty")
+    for question in asked:
+        _check_text(question, "a question")
     prompts = [question_ids(engine, cache.metadata.prompt, question) for question in asked]
+    for index, prompt in enumerate(prompts):
+        try:
+            engine.check_room(cache.next_position, len(prompt), sampling.max_new_tokens)
+        except ContextLengthError as error:
+            raise ContextLengthError(f"question {index + 1}: {error}" if len(prompts) > 1 else str(error)) from error
     order = sorted(range(len(asked)), key=lambda index: len(prompts[index]))
     answers: dict[int, Generation] = {}
     shared = cache.fork(batch_size=1)
@@ -173,6 +180,16 @@ def prompt_format(engine: Engine, kind: PromptKind) -> PromptFormat:
 def as_engine(model: LoadedModel | Engine) -> Engine:
     """Return an engine for a loaded model, or the engine that was handed in."""
     return TransformersEngine(model) if isinstance(model, LoadedModel) else model
+
+
+def _check_text(text: str, name: str) -> None:
+    """Raise DocumentError for a text without a word, or with half characters that no encoding has."""
+    if not text.strip():
+        raise DocumentError(f"{name} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DocumentError(f"{name} is not UTF-8: character {error.start + 1:,} is none") from error
 
 
 def library_version() -> str:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from agentcompact.errors import OutputExistsError, WriteError
+
+PART = ".part"
+STALE_SECONDS = 3600
 
 
 def check_output(path: Path, *, overwrite: bool) -> None:
@@ -36,8 +40,10 @@ def atomic_output(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     check_output(path, overwrite=overwrite)
     temporary: Path | None = None
+    prefix = f".{path.name[:60]}."
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+        _remove_stale(path.parent, prefix)
+        handle, name = tempfile.mkstemp(prefix=prefix, suffix=PART, dir=path.parent)
         temporary = Path(name)
         os.close(handle)
         yield temporary
@@ -61,5 +67,18 @@ def _rename_to_new(temporary: Path, path: Path) -> None:
         path.hardlink_to(temporary)
     except FileExistsError as error:
         raise OutputExistsError(f"{path} was made by another program meanwhile: nothing was overwritten") from error
-    except OSError:  # a file system without hard links
+    except OSError:  # a file system without hard links: claim the name first
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError as error:
+            raise OutputExistsError(f"{path} was made by another program meanwhile: nothing was overwritten") from error
         temporary.replace(path)
+
+
+def _remove_stale(folder: Path, prefix: str) -> None:
+    """Remove what a killed process left of the same output, if nobody has written to it for a while."""
+    for left in folder.iterdir():
+        if left.name.startswith(prefix) and left.name.endswith(PART):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                    left.unlink()

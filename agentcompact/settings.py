@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -36,7 +36,9 @@ class SamplingSettings(BaseModel):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="nucleus: keep the likeliest tokens up to this mass")
     top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0 keeps all")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of the sampler")
-    stop: tuple[str, ...] = Field((), description="an answer ends before the first of these strings in it")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="an answer ends before the first of these strings in it"
+    )
 
 
 def build_settings(model: type[SettingsModel], values: dict[str, Any], owner: str) -> SettingsModel:

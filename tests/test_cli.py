@@ -37,7 +37,9 @@ def run(monkeypatch, capsys, tmp_path):
 
         monkeypatch.setattr(sys, "argv", ["agentcompact", *map(str, args)])
         if stdin is not None:
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+            monkeypatch.setattr(
+                sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin if isinstance(stdin, bytes) else stdin.encode()))
+            )
         code = command._run()
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -250,6 +252,77 @@ def test_a_terminal_without_unicode(book, folder, tmp_path):
         )
         assert made.returncode == 0, made.stderr
         assert "Traceback" not in made.stderr
+
+
+def test_questions_that_are_no_text(run, book, folder, tmp_path):
+    run("compact", book, "-m", folder)
+    failed(run("ask", "book.kv", "w5", "\udcff"), "is not UTF-8")
+    failed(run("ask", "book.kv", stdin=b"w5\nw\xf6\n"), "standard input is not UTF-8", "byte 0xf6", "line 2")
+    failed(run("ask", "book.kv", "w5", "--stop", ""), "stop")
+
+
+def test_one_question_that_does_not_fit_is_told_before_any_is_answered(run, book, folder):
+    run("compact", book, "-m", folder)
+    failed(run("ask", "book.kv", "w5", tiny_text(500), "-n", 3), "question 2:", "512")
+
+
+def test_a_model_path_with_an_at_sign(run, book, tmp_path):
+    path = tmp_path / "me@home"
+    model = tiny_model("llama")
+    model.causal_lm.save_pretrained(path)
+    model.tokenizer.save_pretrained(path)
+    assert run("compact", book, "-m", "me@home")[0] == 0
+    code, _, err = run("ask", "book.kv", "w5", "-n", 2)
+    assert code == 0, err
+
+
+def test_a_float16_cache_is_asked_in_float16(run, book, folder):
+    assert run("compact", book, "-m", folder, "--dtype", "float16")[0] == 0
+    code, _, err = run("ask", "book.kv", "w5", "-n", 2)
+    assert code == 0, err
+    failed(run("ask", "book.kv", "w5", "--dtype", "float32"), "in float16", "--dtype")
+
+
+def test_models_that_cannot_be_compacted_are_refused_before_the_prefill(run, book, tmp_path):
+    model = tiny_model("mistral", sliding_window=16)
+    model.causal_lm.save_pretrained(tmp_path / "m")
+    model.tokenizer.save_pretrained(tmp_path / "m")
+    result = run("compact", book, "-m", "m")
+    assert "prefill" not in result[2]
+    failed(result, "mistral", "nothing to compact")
+
+
+def test_closed_and_full_streams(run, book, folder, tmp_path):
+    run("compact", book, "-m", folder)
+    program = f"{sys.executable} -m agentcompact_cli"
+    for line, code in (
+        (f"{program} ask book.kv -q <&-", 2),
+        (f"{program} compact - -o x.kv -m {folder} -q <&-", 2),
+        (f"{program} ask book.kv w5 -n 2 -q >&-", 0),
+        (f"{program} strategies > /dev/full", 1),
+        (f"{program} inspect book.kv 2>&-", 0),
+    ):
+        made = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert made.returncode == code, (line, made.stderr)
+        assert "Traceback" not in made.stderr, line
+        assert "Exception" not in made.stderr, line
+
+
+def test_a_stop_string_never_flashes_up():
+    from agentcompact_cli.ask import _Printer
+
+    class Letters:
+        def decode(self, ids, **_):
+            return "".join(map(chr, ids))
+
+    written = []
+    printer = _Printer(Letters(), ("\n\n", "END"), silent=False)
+    printer._write = lambda text: written.append(text)
+    for letter in "One ENTRY, then END":
+        printer(0, ord(letter))
+    assert written[-1] == "One ENTRY, then"  # what may begin a stop string waits until it does not
+    assert "One E" not in written
+    assert "One ENT" in written
 
 
 def test_damaged_and_foreign_cache_files(run, book, folder, tmp_path):

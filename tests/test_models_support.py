@@ -49,7 +49,12 @@ ACCEPTED = {
     ),
 }
 
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 REFUSED = {
+    "phi3": (
+        lambda: tf.Phi3Config(**SMALL, rope_parameters=_LONG, original_max_position_embeddings=64),
+        "longrope",
+    ),
     "t5": (lambda: tf.T5Config(num_layers=2), "encoder-decoder"),
     "gpt2": (lambda: tf.GPT2Config(n_layer=2), "no rotary position embedding"),
     "opt": (lambda: tf.OPTConfig(num_hidden_layers=2), "no rotary position embedding"),

@@ -126,7 +126,8 @@ def _tail_branch(
     """Output and log-normalizer over the tail for query (batch, kv_heads, group, q, head_dim), in float32."""
     batch, kv_heads, group, q, dim = query.shape
     n = key.shape[2]
-    scores = (query.reshape(batch, kv_heads, group * q, dim) @ key.transpose(2, 3)).float() * scaling
+    # In float32 throughout: a score of half precision is off by whole units where queries and keys are large.
+    scores = _wide(query.reshape(batch, kv_heads, group * q, dim)) @ _wide(key).transpose(2, 3) * scaling
     if mask is not None:
         wide = scores.view(batch, kv_heads, group, q, n)
         lowest = torch.finfo(torch.float32).min
@@ -138,9 +139,13 @@ def _tail_branch(
 
 def _scores(query: Tensor, keys: Tensor, bias: Tensor, scaling: float) -> Tensor:
     """scaling * query keys^T + bias in float32: (heads, m, d), (heads, n, d), (heads, 1, n) -> (heads, m, n)."""
-    if query.dtype == torch.float32:
-        return torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling)
-    return (query @ keys.transpose(1, 2)).float() * scaling + bias
+    wide = _wide(query)
+    return torch.baddbmm(bias.to(wide.dtype), wide, _wide(keys).transpose(1, 2), alpha=scaling)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return the tensor in float32 where it is narrower."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _softmax_read(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,5 +153,5 @@ def _softmax_read(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     highest = scores.detach().amax(dim=-1, keepdim=True)
     weights = scores.sub_(highest).exp_()
     total = weights.sum(dim=-1, keepdim=True)
-    output = (weights.to(values.dtype) @ values).float() / total
+    output = (weights @ _wide(values)) / total
     return output, highest + total.log()

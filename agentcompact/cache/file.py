@@ -183,6 +183,12 @@ def _check_length(path: Path) -> None:
 
 def _check_belongs(path: Path, header: FileHeader, tensors: dict[str, Tensor], model: LoadedModel) -> None:
     metadata, geometry = header.metadata, model.geometry
+    half = {metadata.model_dtype, str(model.dtype).removeprefix("torch.")}
+    if metadata.model_fingerprint != model.fingerprint and "float16" in half and len(half) == 2:
+        raise CacheFileError(
+            f"{path} was made by {metadata.model_source} in {metadata.model_dtype or 'another number format'}, "
+            f"this is {model.source.identity} in {model.dtype}: load it in that format (--dtype)"
+        )
     if metadata.model_fingerprint != model.fingerprint:
         raise CacheFileError(
             f"{path} was made by another model ({metadata.model_source}, {metadata.model_fingerprint[:8]}), "
@@ -193,6 +199,9 @@ def _check_belongs(path: Path, header: FileHeader, tensors: dict[str, Tensor], m
             f"{path} was made with another tokenizer than {model.source.identity} has now: "
             "use the tokenizer it was made with, or compact the document again"
         )
+    ids, known = tensors.get("token_ids"), model.causal_lm.get_input_embeddings().num_embeddings
+    if ids is not None and ids.numel() and int(ids.max()) >= known:
+        raise CacheFileError(f"{path} is no sound cache file: a token id is beyond the model's {known:,}")
     shape = (geometry.kv_heads, geometry.head_dim)
     windows = [window is not None for window in geometry.sliding_windows]
     spans = [part for index in range(len(header.layers)) for part in [layer_tensors(tensors, index)] if "keys" in part]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,7 +20,7 @@ class PromptFormat(BaseModel):
     prefix: str = ""
     before_question: str = "\nQuestion: "
     after_question: str = "\nAnswer:"
-    stop: tuple[str, ...] = ("\n\n", "\nQuestion:")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ("\n\n", "\nQuestion:")
 
 
 class Report(BaseModel):
@@ -56,6 +56,7 @@ class CacheMetadata(BaseModel):
     model_source: str = ""
     model_type: str = ""
     model_fingerprint: str = ""
+    model_dtype: str = ""
     tokenizer_hash: str = ""
     rope: dict[str, Any] = Field(default_factory=dict)
     scaling: float = 0.0

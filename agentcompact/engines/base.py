@@ -76,6 +76,9 @@ class Engine(Protocol):
     ) -> CompactedCache:
         """Append token ids to a cache (a new one by default) and return it."""
 
+    def check_room(self, start: int, tokens: int, more: int = 0) -> None:
+        """Raise ContextLengthError where `tokens` behind `start`, and `more` after them, pass the model's limit."""
+
     def capture(
         self,
         turns: Sequence[Sequence[int]],

@@ -17,6 +17,9 @@ from agentcompact.engines.base import Generation
 from agentcompact.models import LoadedModel
 from agentcompact.settings import SamplingSettings
 
+COLDEST = 1e-5
+"""Below this temperature scores divided by it may overflow, and the draw is the highest anyway."""
+
 
 class Sampler:
     """Picks a token for each row of logits: the highest at temperature 0, a seeded draw otherwise."""
@@ -34,7 +37,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """(batch, vocabulary) -> (batch,)."""
-        if self.settings.temperature == 0:
+        if self.settings.temperature < COLDEST:
             return logits.argmax(dim=-1)
         probabilities = self.warpers(None, logits).softmax(dim=-1)
         return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]

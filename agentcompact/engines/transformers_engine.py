@@ -56,6 +56,7 @@ class TransformersEngine:
             model_source=self.model.source.identity,
             model_type=self.geometry.model_type,
             model_fingerprint=self.model.fingerprint,
+            model_dtype=str(self.model.dtype).removeprefix("torch."),
             tokenizer_hash=self.model.tokenizer_hash,
             rope=self.geometry.rope,
             scaling=self.geometry.scaling,
@@ -85,7 +86,7 @@ class TransformersEngine:
         """
         cache = self.new_cache() if cache is None else cache
         start, total = cache.next_position, len(token_ids)
-        self._check_room(start, total)
+        self.check_room(start, total)
         begun = time.perf_counter()
         capture = self._capture_store(cache, start, total, capture_seed)
         cache.reserve(cache.tail_length + total)
@@ -151,7 +152,7 @@ class TransformersEngine:
             raise DocumentError("there is nothing to answer: a prompt has no tokens")
         longest = max(len(prompt) for prompt in prompts)
         start = cache.next_position
-        self._check_room(start, longest, sampling.max_new_tokens)
+        self.check_room(start, longest, sampling.max_new_tokens)
         single = len(prompts) == 1 and len(cache.token_ids) == start
         ids, seen = self._padded(prompts, start)
         sampler = Sampler(sampling, self.model.device)
@@ -193,7 +194,7 @@ class TransformersEngine:
     def next_token_logits(self, cache: CompactedCache, token_ids: Sequence[int]) -> Tensor:
         """Append token ids to a cache of one sequence; return the logits behind each token, (n, vocabulary) float32."""
         start = cache.next_position
-        self._check_room(start, len(token_ids))
+        self.check_room(start, len(token_ids))
         ids = torch.tensor([list(token_ids)], device=self.model.device)
         positions = torch.arange(start, start + len(token_ids), device=self.model.device)[None]
         try:
@@ -293,7 +294,7 @@ class TransformersEngine:
         store = CapturedQueries.within_bytes(self.settings.capture_bytes, each, seed)
         return store if store.capacity else None
 
-    def _check_room(self, start: int, tokens: int, more: int = 0) -> None:
+    def check_room(self, start: int, tokens: int, more: int = 0) -> None:
         limit = self.geometry.max_positions
         if tokens == 0:
             raise DocumentError("there is nothing to read: the text has no tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -10,6 +11,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
+
+_QUIET = threading.RLock()
 
 
 @contextmanager
@@ -20,6 +23,11 @@ def quiet_transformers(*, streams: bool = False) -> Iterator[None]:
         streams: also swallow what Python code prints to stdout and stderr, for the converters whose
             progress bars have no switch. Exceptions pass through either way.
     """
+    with _QUIET:  # all of this is state of the process: one thread at a time changes it and puts it back
+        yield from _quieted(streams)
+
+
+def _quieted(streams: bool) -> Iterator[None]:
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)

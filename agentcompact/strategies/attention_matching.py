@@ -60,7 +60,7 @@ class AttentionMatchingSettings(StrategySettings):
     ridge: float = Field(1e-6, gt=0, allow_inf_nan=False, description="ridge, relative to the Gram matrix's row sums")
     first_pass_queries: int = Field(256, ge=1, description="two_pass: random queries that score all keys")
     shortlist: float = Field(
-        5.0, ge=1, allow_inf_nan=False, description="two_pass: keys on the shortlist per entry kept"
+        5.0, ge=1, le=1e6, allow_inf_nan=False, description="two_pass: keys on the shortlist per entry kept"
     )
     count_rest: bool | None = Field(
         None,

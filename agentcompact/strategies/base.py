@@ -139,14 +139,18 @@ class Strategy(ABC):
         """Whether the budget holds everything already."""
         return all(max(span.lengths) <= request.budget for span in spans)
 
-    def _check(self, request: CompactionRequest) -> None:
-        missing = sorted(self.needs - request.engine.capabilities)
+    def check_engine(self, engine: Engine) -> None:
+        """Raise CapabilityError or UnsupportedModelError where this engine's caches cannot be compacted."""
+        missing = sorted(self.needs - engine.capabilities)
         if missing:
             raise CapabilityError(f"strategy '{self.name}' needs an engine that {', '.join(missing)}")
-        if not request.cache.full_layers:
+        if not engine.geometry.full_layers:
             raise UnsupportedModelError(
-                f"{request.engine.geometry.model_type}: all layers slide, so there is nothing to compact"
+                f"{engine.geometry.model_type}: all layers slide, so there is nothing to compact"
             )
+
+    def _check(self, request: CompactionRequest) -> None:
+        self.check_engine(request.engine)
         if request.budget < 1:
             raise BudgetError(f"budget {request.budget} is too small: at least one entry per head is kept")
         length, fixed = request.cache.next_position, request.cache.span_tokens

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agentcompact_cli.console import out, print_json, working
-from agentcompact_cli.options import ModelChoice, model_options, output_options
+from agentcompact_cli.options import ModelChoice, decode_text, model_options, output_options
 
 if TYPE_CHECKING:
     from agentcompact import CompactedCache, Generation, LoadedModel, SamplingSettings, TransformersEngine
@@ -70,7 +70,8 @@ def command(
     sampling = build_settings(SamplingSettings, values, "sampling")
     interactive = not questions and sys.stdin.isatty()
     if not questions and not interactive:
-        questions = tuple(line.strip() for line in sys.stdin if line.strip())
+        lines = decode_text(sys.stdin.buffer.read(), "standard input").splitlines()
+        questions = tuple(line.strip() for line in lines if line.strip())
         if not questions:
             raise DocumentError("no question was given: name them, or write one a line to standard input")
     if any(not question.strip() for question in questions):
@@ -121,8 +122,8 @@ def _open(cache_file: Path, choice: ModelChoice, say: Callable[[str], None]) -> 
     from agentcompact.cache.file import read_verified
 
     say(f"checking {cache_file}")
-    made_by = read_verified(cache_file)[0].metadata.model_source
-    loaded = choice.load(made_by, say)
+    made_by = read_verified(cache_file)[0].metadata
+    loaded = choice.load(made_by.model_source, say, made_by.model_dtype)
     say(f"reading {cache_file}")
     return loaded, CompactedCache.load(cache_file, loaded)
 
@@ -146,7 +147,8 @@ def _ask_one_by_one(
             return
         if not question:
             return
-        printer = _Printer(engine.model.tokenizer, silent=as_json)
+        stops = (*sampling.stop, *cache.metadata.prompt.stop)
+        printer = _Printer(engine.model.tokenizer, stops, silent=as_json)
         try:
             made = answer(engine, cache, question, sampling=sampling, on_token=printer)[0]
         except InputError as error:
@@ -162,10 +164,14 @@ def _ask_one_by_one(
 
 
 class _Printer:
-    """Writes an answer as its tokens arrive, holding back characters that are not complete yet."""
+    """Writes an answer as its tokens arrive.
 
-    def __init__(self, tokenizer: Any, silent: bool) -> None:
+    What is not complete yet is held back: characters of several tokens, and what may begin a stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], silent: bool) -> None:
         self.tokenizer = tokenizer
+        self.stops = stops
         self.silent = silent
         self.ids: list[int] = []
         self.written = ""
@@ -174,11 +180,16 @@ class _Printer:
         self.ids.append(token)
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True).lstrip()
         if not self.silent and not text.endswith("\ufffd"):
-            self._write(text)
+            self._write(text[: len(text) - self._unsure(text)].rstrip())
 
     def finish(self, text: str) -> None:
         self._write(text.strip())
         click.echo()
+
+    def _unsure(self, text: str) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        lengths = [n for stop in self.stops for n in range(1, len(stop) + 1) if text.endswith(stop[:n])]
+        return max(lengths, default=0)
 
     def _write(self, text: str) -> None:
         if text.startswith(self.written):

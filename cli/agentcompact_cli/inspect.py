@@ -97,7 +97,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         settings = ", ".join(f"{k}={v}" for k, v in report["settings"].items()) or "none"
         table.add_row(
             "compaction",
-            f"{report['strategy']}, budget {report['budget']:,}: {report['entries_before']:,} -> "
+            f"{escape(report['strategy'])}, budget {report['budget']:,}: {report['entries_before']:,} -> "
             f"{report['entries_after']:,} entries ({shrunk:.1f}x) in {report['seconds'].get('total', 0):.1f} s",
         )
         table.add_row("", escape(f"settings: {settings}; seed {report['seed']}"), style="dim")

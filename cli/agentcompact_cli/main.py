@@ -63,7 +63,13 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Run the command. Exit code 0, 1 (failed), 2 (bad usage or input), 130 (interrupted)."""
-    signal.signal(signal.SIGTERM, _terminated)
+    for number in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, number):
+            signal.signal(getattr(signal, number), _terminated)
+    # A stream that was closed for us reads as empty and takes everything.
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
@@ -73,6 +79,7 @@ def main() -> NoReturn:
 def _run() -> int:
     try:
         cli(standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.Abort:
         return _fail("interrupted; nothing was left half-written", 130)
     except click.ClickException as error:
@@ -83,13 +90,23 @@ def _run() -> int:
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was left half-written", 130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output(None)
         return 1
+    except OSError as error:
+        _drop_output(error)
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}", 2 if isinstance(error, PermissionError) else 1)
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
         return _fail("out of memory: take a shorter document, a smaller model or --dtype bfloat16", 1)
     return 0
+
+
+def _drop_output(error: OSError | None) -> None:
+    """Send what is still buffered nowhere, where standard output itself has failed: it would fail again at exit."""
+    if error is None or error.filename is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int) -> int:

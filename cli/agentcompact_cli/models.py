@@ -79,7 +79,7 @@ def _from_hub() -> list[dict[str, Any]]:
 
     try:
         repos = scan_cache_dir().repos
-    except CacheNotFound:
+    except (CacheNotFound, OSError, ValueError):  # none, unreadable, or a file where the folder should be
         return []
     return [
         {
@@ -116,8 +116,4 @@ def _print(found: list[dict[str, Any]], cache_folder: Path) -> None:
     for form, meaning in FORMS.items():
         forms.add_row(form, meaning)
     out.print(forms)
-    out.print(
-        f"\nConverted models lie in {cache_folder} (AGENTCOMPACT_CACHE_DIR changes that).",
-        style="dim",
-        soft_wrap=True,
-    )
+    click.echo(f"\nConverted models lie in {cache_folder} (AGENTCOMPACT_CACHE_DIR changes that).")

@@ -30,17 +30,25 @@ class ModelChoice:
     device: str
     trust_remote_code: bool
 
-    def load(self, default: str, say: Callable[[str], None]) -> LoadedModel:
-        """Load the model that was named, or the default ("NAME" or "NAME@REVISION")."""
+    def load(self, default: str, say: Callable[[str], None], made_in: str = "") -> LoadedModel:
+        """Load the model that was named, or the default: a name, a path, or a hub's "NAME@REVISION".
+
+        made_in: the number format of a cache to be read. float16 weights have a fingerprint of their own, so a cache
+        made with them needs them again, where --dtype does not say otherwise.
+        """
         from agentcompact.models import load_model
 
-        name, revision = self.name, self.revision
+        name, revision, dtype = self.name, self.revision, self.dtype
         if name is None:
-            name, _, kept = default.partition("@")
-            revision = revision or kept or None
+            name = default
+            if not Path(default).exists():
+                name, _, kept = default.partition("@")
+                revision = revision or kept or None
+        if dtype == "auto" and made_in == "float16":
+            dtype = made_in
         return load_model(
             name,
-            dtype=self.dtype,
+            dtype=dtype,
             device=self.device,
             revision=revision,
             trust_remote_code=self.trust_remote_code,
@@ -128,16 +136,21 @@ def read_document(path: Path) -> str:
         raise DocumentError(f"{path} is a folder: name a text file in it") from error
     except OSError as error:
         raise DocumentError(f"{path} cannot be read: {error.strerror}") from error
+    text = decode_text(data, name)
+    if "\0" in text:
+        raise DocumentError(f"{name} is no text: it has a zero byte at offset {data.index(0):,}")
+    if not text.strip():
+        raise DocumentError(f"{name} is empty")
+    return text
+
+
+def decode_text(data: bytes, name: str) -> str:
+    """Decode UTF-8, without a byte order mark. Raises DocumentError that says which byte is none."""
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise DocumentError(
             f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,} (line {line:,}); "
             "convert it first, for example with iconv -f latin1 -t utf-8"
         ) from error
-    if "\0" in text:
-        raise DocumentError(f"{name} is no text: it has a zero byte at offset {data.index(0):,}")
-    if not text.strip():
-        raise DocumentError(f"{name} is empty")
-    return text
