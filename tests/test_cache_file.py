@@ -199,7 +199,7 @@ def test_the_metadata_says_how_the_cache_was_made(tmp_path, model, cache):
 def test_a_batch_cannot_be_saved(tmp_path, model, cache):
     engine = TransformersEngine(model)
     batch = cache.fork(2)
-    engine._step(torch.tensor([[5], [6]]), batch, 120, torch.zeros(2, dtype=torch.long), None)
+    engine.read_prompts(batch, [[5], [6]])
     with pytest.raises(CacheError, match="several sequences"):
         batch.save(tmp_path / "a.kv")
     assert not list(tmp_path.iterdir())

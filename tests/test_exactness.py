@@ -119,13 +119,31 @@ def test_batched_logits_match_single_ones(case):
     cache = engine.prefill(ids[:SPLIT])
     shared = cache.fork(batch_size=3)
     prompts = [ids[40:42], ids[42:49], ids[49:53]]
-    padded, seen = engine._padded(prompts, SPLIT)
-    padding = torch.tensor([7 - len(p) for p in prompts])
-    shared.set_gaps(SPLIT, padding)
-    together = engine._step(padded, shared, SPLIT, padding, seen)
-    for row, prompt in zip(together, prompts, strict=True):
+    together = engine.read_prompts(shared, prompts)
+    for row, prompt in zip(together.logits, prompts, strict=True):
         alone = engine.next_token_logits(cache.fork(), prompt)[-1]
         assert close(row, alone)
+
+
+@pytest.mark.parametrize("start", [0, SPLIT])
+def test_continuations_of_a_batch_match_single_ones(case, start):
+    """Options and continuations of several lengths behind prompts of several lengths, with and without a document."""
+    engine, ids, _ = case
+    cache = engine.prefill(ids[:start]) if start else engine.new_cache()
+    prompts = [ids[40:42], ids[42:49], ids[49:53]]
+    continuations = [ids[10:13], ids[20:21], ids[30:39], ids[5:7]]
+    owners = [0, 1, 1, 2]
+    batch = engine.read_prompts(cache.fork(batch_size=3), prompts)
+    made = engine.continuation_logits(batch.select(owners), continuations)
+    again = engine.continuation_logits(batch.fork(), [continuations[0], continuations[1], continuations[3]])
+    for logits, owner, tokens in zip(made, owners, continuations, strict=True):
+        alone = engine.next_token_logits(cache.fork(), [*prompts[owner], *tokens[:-1]])
+        assert close(logits, alone[len(prompts[owner]) - 1 :])
+    assert close(again[2], made[3])
+    answers = engine.decode_batch(batch, SamplingSettings(max_new_tokens=4))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        alone = engine.decode(cache.fork(batch_size=1), [prompt], SamplingSettings(max_new_tokens=4))[0]
+        assert answer.token_ids == alone.token_ids
 
 
 def test_embedded_model(smollm2, document):

@@ -8,6 +8,7 @@ from agentcompact.engines.base import (
     Generation,
     Progress,
 )
+from agentcompact.engines.prompt_batch import PromptBatch
 from agentcompact.engines.prompts import question_ids
 from agentcompact.engines.transformers_engine import TransformersEngine
 
@@ -18,6 +19,7 @@ __all__ = [
     "EngineCounters",
     "Generation",
     "Progress",
+    "PromptBatch",
     "TransformersEngine",
     "question_ids",
 ]

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from agentcompact.cache import CacheMetadata, CapturedQueries, CompactedCache
+from agentcompact.engines.prompt_batch import PromptBatch
 from agentcompact.models import ModelGeometry, PromptParts
 from agentcompact.settings import EngineSettings, SamplingSettings
 
@@ -105,6 +106,20 @@ class Engine(Protocol):
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[Generation]:
         """Append one prompt per sequence of the cache and decode an answer to each."""
+
+    def read_prompts(self, cache: CompactedCache, prompts: Sequence[Sequence[int]], room: int = 0) -> PromptBatch:
+        """Append one prompt to each sequence of the cache, with room for as many tokens after it."""
+
+    def decode_batch(
+        self,
+        batch: PromptBatch,
+        sampling: SamplingSettings,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[Generation]:
+        """Decode an answer to each prompt of a batch; the batch is used up."""
+
+    def continuation_logits(self, batch: PromptBatch, continuations: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return what predicts each token of one continuation a row, (tokens, vocabulary); the batch is used up."""
 
     def next_token_logits(self, cache: CompactedCache, token_ids: Sequence[int]) -> Tensor:
         """Append token ids to a cache of one sequence and return the logits (n, vocabulary) behind each."""

@@ -23,6 +23,7 @@ from agentcompact.engines.base import (
     Generation,
     Progress,
 )
+from agentcompact.engines.prompt_batch import PromptBatch, padded_rows
 from agentcompact.engines.sampling import Sampler, StopWatch, end_token_ids
 from agentcompact.errors import CacheError, ContextLengthError, DocumentError
 from agentcompact.models import LoadedModel, PromptParts, split_template
@@ -148,47 +149,71 @@ class TransformersEngine:
         The cache grows by the prompts and the answers; sequences that have ended leave it, so a cache of several
         sequences is used up. `on_token` is called with the prompt's number and each token id.
         """
+        return self.decode_batch(self.read_prompts(cache, prompts, sampling.max_new_tokens), sampling, on_token)
+
+    def read_prompts(self, cache: CompactedCache, prompts: Sequence[Sequence[int]], room: int = 0) -> PromptBatch:
+        """Append one prompt to each sequence of the cache, with room for as many tokens after it."""
         if not prompts or any(len(prompt) == 0 for prompt in prompts):
             raise DocumentError("there is nothing to answer: a prompt has no tokens")
         longest = max(len(prompt) for prompt in prompts)
         start = cache.next_position
-        self.check_room(start, longest, sampling.max_new_tokens)
+        self.check_room(start, longest, room)
         single = len(prompts) == 1 and len(cache.token_ids) == start
-        ids, seen = self._padded(prompts, start)
-        sampler = Sampler(sampling, self.model.device)
-        watch = StopWatch(self.model.tokenizer, sampling, end_token_ids(self.model), len(prompts))
-        active = list(range(len(prompts)))
-        padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=self.model.device)
+        ids, padding, seen = padded_rows(prompts, start, self.model.device)
         if seen is not None:
             cache.set_gaps(start, padding)
-        cache.reserve(cache.tail_length + longest + sampling.max_new_tokens)
-        position = start
-        while active:
-            try:
-                logits = self._step(ids, cache, position, padding, seen)
-            except BaseException:
-                cache.reserve(0)
-                cache.roll_back(position)
-                raise
-            cache.token_ids = [*cache.token_ids, *ids[0].tolist()] if single else []
-            position += ids.shape[1]
+        cache.reserve(cache.tail_length + longest + room)
+        logits = self._step(ids, cache, padding, seen)[:, -1]
+        cache.token_ids = [*cache.token_ids, *prompts[0]] if single else []
+        self.counters.prefilled_tokens += sum(len(prompt) for prompt in prompts)
+        return PromptBatch(cache, logits, padding, seen)
+
+    def decode_batch(
+        self,
+        batch: PromptBatch,
+        sampling: SamplingSettings,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[Generation]:
+        """Decode an answer to each prompt of a batch; the batch is used up."""
+        cache = batch.cache
+        self.check_room(cache.next_position, 0, sampling.max_new_tokens)
+        single = batch.rows == 1 and len(cache.token_ids) == cache.next_position
+        sampler = Sampler(sampling, self.model.device)
+        watch = StopWatch(self.model.tokenizer, sampling, end_token_ids(self.model), batch.rows)
+        active, logits = list(range(batch.rows)), batch.logits
+        while True:
             tokens = sampler(logits)
             going = [
                 row for row, token in enumerate(tokens.tolist()) if self._accept(watch, active[row], token, on_token)
             ]
             self.counters.decoded_tokens += len(active)
+            if not going:
+                break
             if len(going) < len(active):
-                rows = torch.tensor(going, dtype=torch.long, device=self.model.device)
-                active, tokens, padding = [active[row] for row in going], tokens[rows], padding[rows]
-                seen = None if seen is None else seen[rows]
-                if active:
-                    cache.batch_select_indices(rows)
-            ids = tokens[:, None]
-            if seen is not None:
-                seen = torch.cat([seen, seen.new_ones(len(active), 1)], dim=1)
+                active, tokens = [active[row] for row in going], tokens[going]
+                batch.keep(going)
+            batch.lengthen(1)
+            logits = self._step(tokens[:, None], cache, batch.padding, batch.seen)[:, -1]
+            cache.token_ids = [*cache.token_ids, int(tokens[0])] if single else []
         cache.reserve(0)
-        self.counters.prefilled_tokens += sum(len(prompt) for prompt in prompts)
         return watch.generations
+
+    def continuation_logits(self, batch: PromptBatch, continuations: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return what predicts each token of one continuation a row, (tokens, vocabulary); the batch is used up.
+
+        Raises DocumentError for a continuation without tokens.
+        """
+        if len(continuations) != batch.rows or any(len(each) == 0 for each in continuations):
+            raise DocumentError("one continuation of at least one token is needed for each prompt")
+        fed = max(len(each) for each in continuations) - 1
+        logits = batch.logits[:, None]
+        if fed:
+            rows = [[*each[:-1], *[each[0]] * (fed + 1 - len(each))] for each in continuations]
+            self.check_room(batch.cache.next_position, fed)
+            batch.lengthen(fed)
+            ids = torch.tensor(rows, device=self.model.device)
+            logits = torch.cat([logits, self._step(ids, batch.cache, batch.padding, batch.seen, keep=fed)], dim=1)
+        return [row[: len(each)] for row, each in zip(logits, continuations, strict=True)]
 
     @torch.no_grad()
     def next_token_logits(self, cache: CompactedCache, token_ids: Sequence[int]) -> Tensor:
@@ -242,33 +267,30 @@ class TransformersEngine:
                 progress(phase, min(begin + chunk.shape[1], total), total)
 
     @torch.no_grad()
-    def _step(self, ids: Tensor, cache: CompactedCache, position: int, padding: Tensor, seen: Tensor | None) -> Tensor:
-        """One forward of a batch whose rows are padded on the left; logits (batch, vocabulary) of the last tokens."""
-        width = ids.shape[1]
-        positions = torch.arange(position, position + width, device=ids.device)[None] - padding[:, None]
-        output = self.model.causal_lm(
-            input_ids=ids,
-            cache=cache,
-            position_ids=positions.clamp(min=0),
-            attention_mask=seen,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits: Tensor = output.logits[:, -1].float()
-        return logits
+    def _step(
+        self, ids: Tensor, cache: CompactedCache, padding: Tensor, seen: Tensor | None, keep: int = 1
+    ) -> Tensor:
+        """One forward of a batch whose rows are padded on the left; logits (batch, keep, vocabulary) of its end.
 
-    def _padded(self, prompts: Sequence[Sequence[int]], start: int) -> tuple[Tensor, Tensor | None]:
-        """Return ids padded on the left, and which positions may be seen (None where nothing is padded)."""
-        longest = max(len(prompt) for prompt in prompts)
-        filler = prompts[0][0]
-        rows = [[filler] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-        ids = torch.tensor(rows, device=self.model.device)
-        if all(len(prompt) == longest for prompt in prompts):
-            return ids, None
-        seen = torch.ones(len(prompts), start + longest, dtype=torch.long, device=self.model.device)
-        for row, prompt in enumerate(prompts):
-            seen[row, start : start + longest - len(prompt)] = 0
-        return ids, seen
+        After an error the cache is as it was.
+        """
+        position = cache.next_position
+        positions = torch.arange(position, position + ids.shape[1], device=ids.device)[None] - padding[:, None]
+        try:
+            output = self.model.causal_lm(
+                input_ids=ids,
+                cache=cache,
+                position_ids=positions.clamp(min=0),
+                attention_mask=seen,
+                use_cache=True,
+                logits_to_keep=keep,
+            )
+        except BaseException:
+            cache.reserve(0)
+            cache.roll_back(position)
+            raise
+        logits: Tensor = output.logits[:, -keep:].float()
+        return logits
 
     @staticmethod
     def _accept(watch: StopWatch, index: int, token: int, on_token: Callable[[int, int], None] | None) -> bool:
@@ -296,7 +318,7 @@ class TransformersEngine:
 
     def check_room(self, start: int, tokens: int, more: int = 0) -> None:
         limit = self.geometry.max_positions
-        if tokens == 0:
+        if tokens + more == 0:
             raise DocumentError("there is nothing to read: the text has no tokens")
         if start + tokens + more > limit:
             parts = f"{start + tokens:,} tokens" + (f" and an answer of up to {more:,}" if more else "")
