@@ -59,5 +59,9 @@ class CapabilityError(InputError):
     """A strategy that needs something the engine cannot give."""
 
 
+class EvaluationError(AgentCompactError):
+    """Cells of an evaluation that failed; what could be measured is kept."""
+
+
 class WriteError(AgentCompactError):
     """A file that could not be written (a full disk, a folder without write permission)."""

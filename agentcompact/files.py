@@ -32,8 +32,10 @@ def check_output(path: Path, *, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def atomic_output(path: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Give a temporary file beside `path`, readable by its owner only, that takes the name when the block ends well.
+def atomic_output(path: Path, *, overwrite: bool, private: bool = True) -> Iterator[Path]:
+    """Give a temporary file beside `path` that takes the name when the block ends well.
+
+    private: readable by its owner only, since it may hold what a document says; else as the system makes files.
 
     After an error or an interruption nothing is left. Without `overwrite` a file that appeared meanwhile is kept
     and OutputExistsError raised; whatever the system refuses becomes a WriteError of one line.
@@ -47,7 +49,7 @@ def atomic_output(path: Path, *, overwrite: bool) -> Iterator[Path]:
         temporary = Path(name)
         os.close(handle)
         yield temporary
-        temporary.chmod(0o600)
+        temporary.chmod(0o600 if private else 0o666 & ~_umask())
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         if overwrite:
@@ -59,6 +61,13 @@ def atomic_output(path: Path, *, overwrite: bool) -> Iterator[Path]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """The permissions that this process takes from new files; reading them means setting them for a moment."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _rename_to_new(temporary: Path, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, TypeVar
 
@@ -58,6 +59,14 @@ def build_settings(model: type[SettingsModel], values: dict[str, Any], owner: st
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "settings"
         raise SettingsError(f"{owner}: {where}={first.get('input')!r}: {first['msg']}") from error
+
+
+def read_value(text: str) -> Any:
+    """Read a setting's value as people write it: JSON where it can be read as JSON, else the text itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def suggestion(name: str, known: Any) -> str:

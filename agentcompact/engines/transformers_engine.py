@@ -267,9 +267,7 @@ class TransformersEngine:
                 progress(phase, min(begin + chunk.shape[1], total), total)
 
     @torch.no_grad()
-    def _step(
-        self, ids: Tensor, cache: CompactedCache, padding: Tensor, seen: Tensor | None, keep: int = 1
-    ) -> Tensor:
+    def _step(self, ids: Tensor, cache: CompactedCache, padding: Tensor, seen: Tensor | None, keep: int = 1) -> Tensor:
         """One forward of a batch whose rows are padded on the left; logits (batch, keep, vocabulary) of its end.
 
         After an error the cache is as it was.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,6 +77,49 @@ def working(quiet: bool) -> Iterator[Work]:
         work = Work(progress, quiet)
         yield work
         work.finish()
+
+
+@contextmanager
+def evaluating(quiet: bool) -> Iterator[Callable[[int, int, str, float], None]]:
+    """Give a function that shows steps of long work: (done, total, what, seconds left), each on a line of its own.
+
+    In a terminal a bar with the time left stays below the lines.
+    """
+    if quiet:
+        yield _say_nothing
+    elif not sys.stderr.isatty():
+        yield lambda done, total, what, seconds_left: click.echo(
+            f"[{done}/{total}] {what}" + (f"; about {duration(seconds_left)} left" if done < total else ""), err=True
+        )
+    else:
+        progress = Progress(
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=Console(stderr=True, highlight=False),
+        )
+        with progress:
+            task = progress.add_task("", total=None, left="")
+
+            def show(done: int, total: int, what: str, seconds_left: float) -> None:
+                progress.console.print(what, markup=False, overflow="fold")
+                left = f"about {duration(seconds_left)} left" if done < total else ""
+                progress.update(task, completed=done, total=total, left=left)
+
+            yield show
+
+
+def _say_nothing(*_: Any) -> None:
+    """Show no step."""
+
+
+def duration(seconds: float) -> str:
+    """Write a time for people: 45 s, 3 min, 2 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def print_json(data: Any) -> None:

@@ -18,6 +18,8 @@ COMMANDS = {
     "compact": "Compact a document into a cache file.",
     "ask": "Answer questions from a cache file.",
     "inspect": "Show what a cache file holds.",
+    "eval": "Measure strategies on the same documents.",
+    "report": "Show what was measured: tables, plots, a page.",
     "strategies": "List the strategies, their settings and defaults.",
     "models": "List the models at hand, and how to name others.",
 }

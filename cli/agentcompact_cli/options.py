@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,15 +109,14 @@ output_options = _with(
 
 def parse_settings(pairs: tuple[str, ...]) -> dict[str, Any]:
     """Read NAME=VALUE pairs; a value is JSON where it can be read as JSON, else text."""
+    from agentcompact.settings import read_value
+
     settings: dict[str, Any] = {}
     for pair in pairs:
         name, sign, value = pair.partition("=")
         if not sign or not name.strip():
             raise SettingsError(f"--set {pair}: write it as NAME=VALUE")
-        try:
-            settings[name.strip()] = json.loads(value)
-        except json.JSONDecodeError:
-            settings[name.strip()] = value
+        settings[name.strip()] = read_value(value)
     return settings
 
 

@@ -1,0 +1,63 @@
+"""Strategies with settings, written in one word: `high_attn:queries=repeat_prefill:budgets=global`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentcompact.errors import SettingsError
+from agentcompact.evaluation.results import FULL, NO_CONTEXT
+from agentcompact.settings import read_value
+from agentcompact.strategies import Strategy, make_strategy, strategy_names
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """A strategy and the label it has in results: its name, and the settings that are not its defaults."""
+
+    label: str
+    strategy: Strategy
+
+
+def choose_strategies(words: Sequence[str]) -> list[StrategyChoice]:
+    """Return the strategies that words name, each once; "all" is every one but `none`, which is the full cache.
+
+    Raises SettingsError for a strategy, a setting or a value that does not exist.
+    """
+    named = [each for word in words for each in (_all_names() if word == ALL else [word])]
+    choices = {choice.label: choice for choice in map(_choose, named)}
+    if not choices:
+        raise SettingsError(f"no strategy is named; there are: {', '.join(strategy_names())}")
+    return list(choices.values())
+
+
+def label_of(strategy: Strategy) -> str:
+    """Write a strategy as `choose_strategies` reads it."""
+    changed = strategy.settings.model_dump(mode="json", exclude_defaults=True)
+    written = [f"{name}={_written(value)}" for name, value in sorted(changed.items())]
+    return ":".join([strategy.name, *written])
+
+
+def _choose(word: str) -> StrategyChoice:
+    name, *pairs = re.split(r":(?=\w+=)", word)
+    if name in (FULL, NO_CONTEXT):
+        raise SettingsError(f"'{name}' is always measured and need not be named")
+    strategy = make_strategy(name, **dict(_pair(pair) for pair in pairs))
+    return StrategyChoice(label_of(strategy), strategy)
+
+
+def _pair(pair: str) -> tuple[str, object]:
+    name, _, value = pair.partition("=")
+    return name, read_value(value)
+
+
+def _written(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _all_names() -> list[str]:
+    return [name for name in strategy_names() if name != "none"]

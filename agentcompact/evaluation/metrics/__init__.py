@@ -1,0 +1,1 @@
+"""What is measured of a compacted cache, each kind in a file of its own."""

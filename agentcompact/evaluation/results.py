@@ -1,0 +1,80 @@
+"""What one cell of an evaluation gave: a document compacted by a strategy at a ratio, and how well it did."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FULL = "full"
+"""The cell of the full cache, uncompacted."""
+NO_CONTEXT = "no_context"
+"""The cell of the questions alone, without the document."""
+
+
+class QuestionResult(BaseModel):
+    """How one question was answered.
+
+    score: 1 or 0 for `match` "any", the share of the answers found for "all", None without answers. choice: the
+    option with the highest mean log-probability; choice_score: 1 or 0; None without options.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str = ""
+    answer: str = ""
+    score: float | None = None
+    choice: int | None = None
+    choice_score: float | None = None
+
+
+class CellResult(BaseModel):
+    """One document, one strategy, one ratio; one line of `results.jsonl`. What was not measured is None.
+
+    strategy: a label, its settings included where they are not the defaults; `full` and `no_context` are the cells
+    that utility is normalised by. ratio: as asked for, None for those two. tokens: the document's, beginning of
+    sequence included. kl: mean KL divergence in nats from the full cache over its own greedy continuations. top1: the
+    share of those tokens that stay the likeliest. output_error: relative error of attention outputs on the questions'
+    queries; mass_error, log_mass_error: mean relative and mean absolute logarithmic error of the attention mass.
+    overlap: the share of the kept entries that full-attention selection keeps too; None where keys are no originals.
+    entries_per_head: per compacted layer and KV head. held_positions: average entries per layer and head.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    fingerprint: str
+    dtype: str
+    task: str
+    document: str
+    digest: str
+    tokens: int
+    length: int | None = None
+    strategy: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+    ratio: float | None = None
+    seed: int = 0
+    metrics: list[str] = Field(default_factory=list)
+    status: Literal["ok", "failed"] = "ok"
+    error: str | None = None
+    warnings: list[str] = Field(default_factory=list)
+    questions: list[QuestionResult] = Field(default_factory=list)
+    kl: float | None = None
+    top1: float | None = None
+    output_error: float | None = None
+    mass_error: float | None = None
+    log_mass_error: float | None = None
+    overlap: float | None = None
+    entries_per_head: list[list[int]] | None = None
+    held_positions: float | None = None
+    bytes: int | None = None
+    prefill_seconds: float | None = None
+    compaction_seconds: float | None = None
+    compaction_tokens: int | None = None
+    decode_tokens_per_second: float | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str, str, str, float | None, int]:
+        """What makes two results those of the same cell."""
+        return (self.fingerprint, self.dtype, self.digest, self.strategy, self.ratio, self.seed)

@@ -1,0 +1,137 @@
+"""Runs an evaluation: every document, every strategy, every ratio, and goes on where it was stopped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentcompact.engines import Engine
+from agentcompact.errors import SettingsError
+from agentcompact.evaluation.choices import StrategyChoice
+from agentcompact.evaluation.document_run import METRICS, DocumentRun
+from agentcompact.evaluation.records import Document
+from agentcompact.evaluation.results import FULL, NO_CONTEXT, CellResult
+from agentcompact.evaluation.store import ResultStore, open_store
+from agentcompact.settings import resolve_budget, suggestion
+
+WARM_UP_TOKENS = 32
+Cell = tuple[str, float | None, StrategyChoice | None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One cell that was just measured, how far the evaluation is, and the seconds it may still take."""
+
+    cell: CellResult
+    done: int
+    total: int
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What to measure: strategies by ratios, with `full` and `no_context` beside them.
+
+    metrics: of `METRICS`; answers are always measured. seed: of the strategies' random choices. retry_failed: whether
+    cells that failed before are measured again.
+    """
+
+    strategies: Sequence[StrategyChoice]
+    ratios: Sequence[float]
+    metrics: frozenset[str] = frozenset(METRICS)
+    seed: int = 0
+    retry_failed: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises SettingsError or BudgetError for a metric or a ratio that cannot be."""
+        for name in sorted(self.metrics):
+            if name not in METRICS:
+                raise SettingsError(
+                    f"there is no metric '{name}'{suggestion(name, METRICS)}; there are: {', '.join(METRICS)}"
+                )
+        for ratio in self.ratios:
+            resolve_budget(1, ratio=ratio)
+
+    def cells(self) -> list[Cell]:
+        """The cells of each document; the full cache first, since the others are compared with it."""
+        ratios = list(dict.fromkeys(float(ratio) for ratio in self.ratios))
+        return [
+            (FULL, None, None),
+            (NO_CONTEXT, None, None),
+            *((choice.label, ratio, choice) for choice in self.strategies for ratio in ratios),
+        ]
+
+
+def evaluate(
+    engine: Engine,
+    documents: Sequence[Document],
+    plan: EvaluationPlan,
+    folder: Path,
+    on_step: Callable[[Step], None] | None = None,
+) -> list[CellResult]:
+    """Measure all cells that the results folder has not, and return the results of all cells of the plan.
+
+    Each is on disk before the next begins, so an evaluation that was stopped goes on where it was. A document is
+    prefilled once for all its cells. Raises what `open_store` raises; a cell that fails is recorded as failed.
+    """
+    with open_store(folder) as store:
+        todo = [(document, _missing(engine, document, plan, store)) for document in documents]
+        clock = _Clock(sum(len(cells) for _, cells in todo))
+        if clock.total:
+            _warm_up(engine, documents[0])
+        for document, cells in todo:
+            if cells:
+                store.keep_document(document)
+            run = DocumentRun(engine, document, plan.metrics | {"answers"}, plan.seed)
+            for label, ratio, choice in cells:
+                result = run.measure(label, ratio, choice)
+                store.add(result)
+                step = clock.step(result)
+                if on_step is not None:
+                    on_step(step)
+        wanted = [key for document in documents for key in _keys(engine, document, plan)]
+        return [store.cells[key] for key in wanted]
+
+
+Key = tuple[str, str, str, str, float | None, int]
+
+
+def _keys(engine: Engine, document: Document, plan: EvaluationPlan) -> Iterator[Key]:
+    known = engine.describe()
+    for label, ratio, _ in plan.cells():
+        yield (known.model_fingerprint, known.model_dtype, document.digest, label, ratio, plan.seed)
+
+
+def _missing(engine: Engine, document: Document, plan: EvaluationPlan, store: ResultStore) -> list[Cell]:
+    """The cells of a document that have no result, one without a metric that is wanted, or a failure to be retried."""
+    missing = []
+    for cell, key in zip(plan.cells(), _keys(engine, document, plan), strict=True):
+        result = store.cells.get(key)
+        if (
+            result is None
+            or not plan.metrics <= {*result.metrics, "answers"}
+            or (plan.retry_failed and result.status == "failed")
+        ):
+            missing.append(cell)
+    return missing
+
+
+@dataclass
+class _Clock:
+    """Estimates the time left from what the cells took so far."""
+
+    total: int
+    done: int = 0
+    begun: float = field(default_factory=time.perf_counter)
+
+    def step(self, cell: CellResult) -> Step:
+        self.done += 1
+        taken = time.perf_counter() - self.begun
+        return Step(cell, self.done, self.total, taken / self.done * (self.total - self.done))
+
+
+def _warm_up(engine: Engine, document: Document) -> None:
+    """Run a few tokens, so that the first document's prefill does not pay for what only the first pass pays for."""
+    engine.prefill((engine.beginning() + engine.encode(document.context))[:WARM_UP_TOKENS])
