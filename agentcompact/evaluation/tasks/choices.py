@@ -25,6 +25,16 @@ def digits(rng: random.Random, count: int) -> str:
     return str(rng.randrange(10 ** (count - 1), 10**count))
 
 
+def pair_up(rng: random.Random, first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
+    """All pairs of a first and a second word, shuffled so that a word seldom comes again soon."""
+    lefts, rights = rng.sample(first, len(first)), rng.sample(second, len(second))
+    return [
+        (left, rights[(place + shift) % len(rights)])
+        for shift in range(len(rights))
+        for place, left in enumerate(lefts)
+    ]
+
+
 def spread(rng: random.Random, subjects: int, kinds: Sequence[str], count: int) -> list[tuple[int, str]]:
     """Choose up to `count` distinct pairs of a subject and a kind: kinds in turn, the least asked subject for each."""
     order = rng.sample(range(subjects), subjects)

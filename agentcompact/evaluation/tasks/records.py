@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from itertools import product
 from typing import NamedTuple
 
 from agentcompact.evaluation.records import ANSWER_TOKENS, Question
 from agentcompact.evaluation.tasks.base import Task
-from agentcompact.evaluation.tasks.choices import OPTIONS, choice_question, spread
+from agentcompact.evaluation.tasks.choices import OPTIONS, choice_question, pair_up, spread
 
 FIRST_NAMES = (
     "Adele", "Bruno", "Carmen", "Desmond", "Elodie", "Farid", "Greta", "Hamish", "Imogen", "Jasper", "Kiran", "Leonie",
@@ -78,12 +77,11 @@ class Records(Task):
 
     def build(self, rng: random.Random, units: int, questions: int) -> tuple[str, list[Question]]:
         self.check_units(units)
-        names = list(product(FIRST_NAMES, LAST_NAMES))
-        rng.shuffle(names)
+        names = [" ".join(pair) for pair in pair_up(rng, FIRST_NAMES, LAST_NAMES)]
         rooms = list(ROOMS)
         rng.shuffle(rooms)
         # Patients that are not in the document lend their rooms as options where it has too few.
-        patients = [_patient(rng, " ".join(names[i]), str(rooms[i])) for i in range(max(units, OPTIONS))]
+        patients = [_patient(rng, names[i], str(rooms[i])) for i in range(max(units, OPTIONS))]
         context = "\n".join(patient.text for patient in patients[:units])
         return context, [
             _question(rng, patients[index], kind, patients)
@@ -94,9 +92,9 @@ class Records(Task):
 def _patient(rng: random.Random, name: str, room: str) -> Patient:
     ward, drug = rng.choice(WARDS), rng.choice(DRUGS)
     text = (
-        f"{name} came in at the age of {rng.randint(18, 94)} because of {rng.choice(CONDITIONS)}, was admitted to the "
-        f"{ward} ward and was placed in room {room}. The doctor on duty prescribed {drug}, {rng.choice(DOSES)} mg a "
-        f"day. {rng.choice(NEUTRAL)}"
+        f"{name}, {rng.randint(18, 94)} years of age, was admitted to the {ward} ward because of "
+        f"{rng.choice(CONDITIONS)} and was placed in room {room}. There the doctor on duty prescribed {drug}, "
+        f"{rng.choice(DOSES)} mg a day. {rng.choice(NEUTRAL)}"
     )
     return Patient(name, ward, room, drug, text)
 

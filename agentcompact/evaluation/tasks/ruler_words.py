@@ -14,7 +14,7 @@ COMMON = 10
 """Words of a list that come more often than the others."""
 LINES = 3
 """Lines of the list that make one unit."""
-LONG_LIST = 768
+LONG_LIST = 630
 """Lines from which a list is long."""
 LONG, SHORT = (30, 3), (6, 1)
 """How often a common word comes and how often any other, in a long list and in a short one."""
@@ -31,7 +31,7 @@ NOISE = "..."
 class CommonWords(Task):
     """A unit is three lines of a numbered list of words, the ten common ones and the others well mixed.
 
-    Lists of 768 lines and more, about 4,096 tokens, have each common word 30 times and any other 3 times; shorter ones
+    Lists of 630 lines and more, about 4,000 tokens, have each common word 30 times and any other 3 times; shorter ones
     6 times and once. No word contains a common one. One question a document.
     """
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import product
 from typing import NamedTuple
 
 from agentcompact.evaluation.records import Question
 from agentcompact.evaluation.tasks import transcript_data as data
 from agentcompact.evaluation.tasks.base import Task
-from agentcompact.evaluation.tasks.choices import OPTIONS, choice_question, digits, draw_unique, spread
+from agentcompact.evaluation.tasks.choices import OPTIONS, choice_question, digits, draw_unique, pair_up, spread
 
 ANSWER_TOKENS = 24
 
@@ -80,17 +79,15 @@ class Transcript(Task):
 
 def _facts(rng: random.Random) -> Callable[[], Facts]:
     """A source of facts about subjects, each of them another one."""
-    subjects = list(product(data.AREAS, data.COMPONENTS))
-    places = list(product(data.FOLDERS, data.STEMS))
-    rng.shuffle(subjects)
-    rng.shuffle(places)
+    subjects = iter(pair_up(rng, data.AREAS, data.COMPONENTS))
+    places = iter(pair_up(rng, data.FOLDERS, data.STEMS))
     used: set[str] = set()
 
     def number() -> str:
         return draw_unique(lambda: digits(rng, 4), used)
 
     def draw() -> Facts:
-        folder, stem = places.pop()
+        folder, stem = next(places)
         path = f"{rng.choice(data.ROOTS)}/{folder}/{stem}_{rng.choice(data.TAILS)}.{rng.choice(data.ENDINGS)}"
         command = rng.choice(data.COMMANDS).format(
             folder=rng.choice(data.FOLDERS), stem=rng.choice(data.STEMS), number=number()
@@ -98,7 +95,7 @@ def _facts(rng: random.Random) -> Callable[[], Facts]:
         topic = rng.choice(tuple(data.DECISIONS))
         winner, loser = rng.sample(tuple(data.DECISIONS[topic]), 2)
         return Facts(
-            subject=" ".join(subjects.pop()),
+            subject=" ".join(next(subjects)),
             path=path,
             command=command,
             metric=rng.choice(data.METRICS),
