@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ class DocumentRun:
         """What says which cell this is."""
         known = self.engine.describe()
         return {
-            "model": known.model_source,
+            "model": _name(known.model_source),
             "fingerprint": known.model_fingerprint,
             "dtype": known.model_dtype,
             "task": self.document.task,
@@ -162,6 +163,11 @@ def versions() -> dict[str, str]:
         "transformers": version("transformers"),
         "threads": str(torch.get_num_threads()),
     }
+
+
+def _name(source: str) -> str:
+    """Name a model as people do: a hub's id as it is, a folder or a file without the path to it."""
+    return Path(source).name if Path(source).exists() else source
 
 
 def _one_line(error: BaseException) -> str:
