@@ -6,8 +6,13 @@ INSTALLED := $(VENV)/.installed
 DEMO_DOCUMENT := examples/harbour_audit.txt
 DEMO_CACHE := $(VENV)/harbour_audit.kv
 
+RESULTS := results
+RESULTS_STRATEGIES := two_pass,high_attn,streaming_llm,high_attn:queries=repeat_prefill:budgets=global,two_pass:queries=repeat_prefill:budgets=global
+RESULTS_OPTIONS := --lengths 1000 --documents 4 --ratios 4,8,16 --strategies $(RESULTS_STRATEGIES) --output $(RESULTS)
+EVAL_MODEL ?=
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench clean
+.PHONY: help demo test test-all lint format bench results clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -39,6 +44,11 @@ format: $(INSTALLED) ## Format the code
 
 bench: $(INSTALLED) ## Measure prefill, compaction, decoding and loading, as ratios
 	$(BIN)/python benchmarks/run.py
+
+results: $(INSTALLED) ## Measure the strategies for docs/results.md (about an hour); EVAL_MODEL=FOLDER adds a second model
+	$(BIN)/agentcompact eval --task needles,records $(RESULTS_OPTIONS)
+	test -z "$(EVAL_MODEL)" || $(BIN)/agentcompact eval --task phonebook,needles,records --model $(EVAL_MODEL) $(RESULTS_OPTIONS)
+	$(BIN)/agentcompact report $(RESULTS) --markdown docs/results.md
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

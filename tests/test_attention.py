@@ -11,6 +11,15 @@ from agentcompact.cache import Span, attend
 from agentcompact.cache import attention as attention_module
 
 
+@pytest.fixture(params=["fused", "plain"], autouse=True)
+def kernel(request, monkeypatch):
+    """Everything holds with PyTorch's fused kernel and without it, as on other devices."""
+    if request.param == "plain":
+        monkeypatch.setattr(attention_module, "FUSED", None)
+    elif attention_module.FUSED is None:
+        pytest.skip("this PyTorch has no fused kernel")
+
+
 def explicit(query, span, key, value, scaling, seen=None):
     """One float64 softmax per query and head over that head's own entries and the tail."""
     batch, query_heads, q, _ = query.shape
@@ -53,23 +62,29 @@ def test_padded_call_equals_loop_and_gives_unused_slots_nothing(monkeypatch):
     torch.manual_seed(1)
     span = ragged_span((2, 11, 5), 8, spread=30)
     query = torch.randn(2, 6, 3, 8) * 30
-    grouped = query.view(2, 3, 2, 3, 8)
-    loop = attention_module._span_branch(grouped, span, 0.5)
-
-    class NotCpu:
-        type = "padded"
-
+    output, mass = attention_module._span_branch(query, span, 0.5)
     keys, values, bias = attention_module._padded(span)
     assert keys.shape == (3, 11, 8)
     poisoned = values.clone()
     for head, length in enumerate(span.lengths):
         poisoned[head, length:] = 1e30
         assert (bias[head, length:] < -1e38).all()
-    folded = grouped.transpose(0, 1).reshape(3, -1, 8)
+    folded = query.view(2, 3, 2, 3, 8).transpose(0, 1).reshape(1, 3, -1, 8)
     for read in (values, poisoned):
-        output, mass = attention_module._softmax_read(attention_module._scores(folded, keys, bias[:, None], 0.5), read)
-        assert torch.allclose(output.view(3, 2, 2, 3, 8).transpose(0, 1), loop[0], atol=1e-5)
-        assert torch.allclose(mass.view(3, 2, 2, 3, 1).transpose(0, 1), loop[1], atol=1e-4)
+        made = attention_module.read_entries(folded, keys[None], read[None], bias[None, :, None], 0.5)
+        for padded, loop in zip(made, (output, mass), strict=True):
+            unfolded = padded.view(3, 2, 2, 3, -1).transpose(0, 1).reshape(2, 6, 3, -1)
+            assert torch.allclose(unfolded, loop, atol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [(0, 3), (0, 0)])
+def test_heads_without_entries_read_the_tail_alone(heads):
+    torch.manual_seed(9)
+    span = ragged_span(heads, 8)
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
+    assert torch.allclose(
+        attend(query, span, key, value, None, 0.5).double(), explicit(query, span, key, value, 0.5), atol=1e-6
+    )
 
 
 def test_bias_of_log_two_is_the_entry_twice():
@@ -110,6 +125,7 @@ def test_a_query_that_sees_no_tail_reads_the_span_alone():
 
 
 def test_query_blocks_do_not_change_the_result(monkeypatch):
+    monkeypatch.setattr(attention_module, "FUSED", None)
     torch.manual_seed(5)
     span = ragged_span((9, 4), 8)
     query, key, value = torch.randn(1, 4, 13, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)

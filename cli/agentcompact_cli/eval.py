@@ -15,6 +15,7 @@ from agentcompact_cli.options import ModelChoice, model_options, output_options
 if TYPE_CHECKING:
     from agentcompact.evaluation import CellResult, Document, Task
 
+
 @dataclass(frozen=True)
 class _Asked:
     """What the options say."""

@@ -65,7 +65,7 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Run the command. Exit code 0, 1 (failed), 2 (bad usage or input), 130 (interrupted)."""
-    # Threads that wait by spinning make a busy machine several times slower, and gain nothing measurable on a quiet one.
+    # Threads that wait by spinning make a busy machine several times slower, and gain nothing on a quiet one.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for number in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, number):
