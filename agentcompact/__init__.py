@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentcompact.api import answer, compact, prefill_document, recompact
+    from agentcompact.api import answer, compact, compact_many, prefill_document, recompact
     from agentcompact.cache import CacheMetadata, CompactedCache, PromptFormat, Report, Span
     from agentcompact.engines import Engine, Generation, TransformersEngine
     from agentcompact.generation import generation_inputs
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
-    "api": ("answer", "compact", "prefill_document", "recompact"),
+    "api": ("answer", "compact", "compact_many", "prefill_document", "recompact"),
     "cache": ("CacheMetadata", "CompactedCache", "PromptFormat", "Report", "Span"),
     "engines": ("Engine", "Generation", "TransformersEngine"),
     "generation": ("generation_inputs",),
@@ -67,6 +67,7 @@ __all__ = [
     "TransformersEngine",
     "answer",
     "compact",
+    "compact_many",
     "generation_inputs",
     "load_model",
     "make_strategy",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from agentcompact.engines import Engine, Generation, Progress, TransformersEngin
 from agentcompact.errors import ContextLengthError, DocumentError
 from agentcompact.models import LoadedModel
 from agentcompact.settings import SamplingSettings, build_settings, resolve_budget
-from agentcompact.strategies import CompactionRequest, Strategy, make_strategy
+from agentcompact.strategies import CompactionRequest, Strategy, compact_in_blocks, make_strategy
 
 PromptKind = Literal["auto", "chat", "raw"]
 
@@ -29,6 +29,7 @@ def compact(
     focus: str | None = None,
     seed: int = 0,
     document: str = "",
+    block: int | None = None,
     progress: Progress | None = None,
     **settings: Any,
 ) -> CompactedCache:
@@ -37,8 +38,9 @@ def compact(
     ratio: entries before for each one kept, 8 by default; or budget: entries per layer and KV head. prompt: "chat" puts
     the text into the model's chat template, so that questions are asked as a user's; "raw" asks them after the plain
     text; "auto" is chat where the model has a template, but raw for the embedded model, which answers better so.
-    document: a name kept in the metadata. settings: the strategy's own. The report is the last of
-    `cache.metadata.reports`.
+    document: a name kept in the metadata. block: tokens that are prefilled and compacted at a time, so that memory
+    grows with the block and what is kept, not with the text; all at once by default. settings: the strategy's own. The
+    report is the last of `cache.metadata.reports`.
 
     Raises DocumentError for an empty text, ContextLengthError for one that is longer than the model's context,
     BudgetError and SettingsError for what cannot be met.
@@ -49,6 +51,12 @@ def compact(
     resolve_budget(1, ratio=ratio, budget=budget)
     engine = as_engine(model)
     method.check_engine(engine)
+    if block is not None:
+        form, ids = _document_ids(engine, text, prompt)
+        cache = compact_in_blocks(
+            method, engine, ids, block=block, ratio=ratio, budget=budget, focus=focus, seed=seed, progress=progress
+        )
+        return _described(cache, form, text, document)
     cache = prefill_document(
         engine,
         text,
@@ -68,6 +76,29 @@ def compact(
     compacted = method.compact(request).cache
     compacted.captured = None  # up to hundreds of MB; a later compaction captures them again from the token ids
     return compacted
+
+
+def compact_many(
+    model: LoadedModel | Engine,
+    texts: Sequence[str],
+    strategy: str | Strategy = "two_pass",
+    *,
+    documents: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[CompactedCache]:
+    """Compact several texts one after another, giving each cache as soon as it is there.
+
+    documents: their names. options: those of `compact`, the strategy's settings among them. All texts are checked
+    before the first is read. A pass of one document fills a processor, so nothing is gained by reading them side by
+    side; memory is that of one at a time, where the caller keeps none.
+    """
+    names = list(documents) or [""] * len(texts)
+    if len(names) != len(texts):
+        raise DocumentError(f"{len(texts)} texts have {len(names)} names: give one for each")
+    engine = as_engine(model)
+    for number, text in enumerate(texts, start=1):
+        _check_text(text, f"document {number}")
+    return (compact(engine, text, strategy, document=name, **options) for text, name in zip(texts, names, strict=True))
 
 
 def recompact(
@@ -112,11 +143,20 @@ def prefill_document(
     progress: Progress | None = None,
 ) -> CompactedCache:
     """Prefill a text as questions will be asked about it; arguments as for `compact`."""
+    form, ids = _document_ids(engine, text, prompt)
+    return _described(engine.prefill(ids, capture_seed=capture_seed, progress=progress), form, text, document)
+
+
+def _document_ids(engine: Engine, text: str, prompt: PromptKind) -> tuple[PromptFormat, list[int]]:
+    """Return the format that questions will be asked in, and the token ids of the text in it."""
     _check_text(text, "the document")
     form = prompt_format(engine, prompt)
     before = engine.encode(form.prefix, control_tokens=True) if form.kind == "chat" else engine.beginning()
-    ids = [*before, *engine.encode(text)]
-    cache = engine.prefill(ids, capture_seed=capture_seed, progress=progress)
+    return form, [*before, *engine.encode(text)]
+
+
+def _described(cache: CompactedCache, form: PromptFormat, text: str, document: str) -> CompactedCache:
+    """Write into a cache's metadata what it was made from."""
     cache.metadata.prompt = form
     cache.metadata.document = document
     cache.metadata.document_sha256 = hashlib.sha256(text.encode()).hexdigest()

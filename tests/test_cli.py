@@ -66,6 +66,32 @@ def failed(result, *parts, code=2):
         assert part in lines[0]
 
 
+def test_several_documents_into_a_folder(run, folder, tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(tiny_text(80, seed=ord(name)))
+    code, out, err = run("compact", "a.txt", "b.txt", "-O", "kv", "-m", folder, "-r", 4, "--json")
+    assert code == 0, err
+    assert [facts["output"] for facts in json.loads(out)] == ["kv/a.kv", "kv/b.kv"]
+    before = (tmp_path / "kv" / "a.kv").read_bytes()
+    code, out, err = run("compact", "a.txt", "b.txt", "c.txt", "-O", "kv", "-m", folder, "-r", 2, "--block", 32)
+    assert code == 0, err
+    assert "a.txt: there already" in err
+    assert "kv/c.kv" in out
+    assert "kv/a.kv" not in out
+    assert (tmp_path / "kv" / "a.kv").read_bytes() == before
+    code, out, _ = run("inspect", "kv/c.kv", "--json")
+    assert json.loads(out)["reports"][0]["blocks"] == 3
+    code, out, err = run("compact", "a.txt", "-O", "kv", "-m", folder, "-r", 2, "--force", "-q")
+    assert code == 0
+    assert (tmp_path / "kv" / "a.kv").read_bytes() != before
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").write_text("w5")
+    failed(run("compact", "a.txt", "b.txt", "-q"), "2 documents need a folder")
+    failed(run("compact", "a.txt", "-o", "x.kv", "-O", "kv", "-q"), "exclude each other")
+    failed(run("compact", "a.txt", "other/a.txt", "-O", "kv", "-q"), "two documents would both become kv/a.kv")
+    failed(run("compact", "a.txt", "-o", "y.kv", "-m", folder, "--block", 4, "-q"), "a block of 4 tokens is too small")
+
+
 def test_compact_ask_inspect(run, book, folder, tmp_path):
     code, out, err = run("compact", book, "--model", folder, "--ratio", 4)
     assert code == 0, err

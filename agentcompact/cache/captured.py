@@ -46,7 +46,7 @@ class CapturedQueries:
         other = CapturedQueries(self.capacity, self.seed)
         other.positions, other._priorities = self.positions.clone(), self._priorities.copy()
         other._layers = {index: t.clone() for index, t in self._layers.items()}
-        other.seen = list(self.seen)
+        other.seen, other.first = list(self.seen), self.first
         return other
 
     def must_evict(self, count: int) -> bool:
@@ -113,7 +113,7 @@ class CapturedQueries:
             return self
         other = CapturedQueries(self.capacity, self.seed)
         other.positions, other._priorities = self.positions[kept], self._priorities[kept.numpy()]
-        other.seen = [(a, min(b, stop)) for a, b in self.seen if a < stop]
+        other.seen, other.first = [(a, min(b, stop)) for a, b in self.seen if a < stop], self.first
         other._layers = {
             index: store[:, : len(kept)][:, kept.to(store.device)] for index, store in self._layers.items()
         }

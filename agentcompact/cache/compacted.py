@@ -173,10 +173,11 @@ class CompactedCache(Cache):  # type: ignore[misc]
 
     def source(self, layer_index: int, start: int, stop: int) -> Span:
         """Return the entries of one layer, compacted and live, that lie at positions [start, stop)."""
-        span: Span | None = self.layers[layer_index].all_entries()
+        layer = self.layers[layer_index]
+        span: Span | None = layer.entries_between(start, stop)
         if span is None:
-            raise CacheError(f"layer {layer_index} holds nothing")
-        return span if (start, stop) == (0, self.next_position) else span.within(start, stop)
+            raise CacheError(f"layer {layer_index} holds nothing at positions {start} to {stop}")
+        return span
 
     def replaced(self, spans: Sequence[Span], start: int, stop: int) -> CompactedCache:
         """Return a cache in which `spans`, one for each full layer, stand for the tokens [start, stop).

@@ -153,19 +153,27 @@ class FullLayer(_TailLayer):
         self._copy_to(other)
         return other
 
-    def tail_span(self) -> Span | None:
-        """Return the live tail as unbiased entries, without a copy where the tail fills its buffer exactly."""
-        if self.tail is None or self.length == 0:
+    def tail_span(self, start: int = 0, stop: int | None = None) -> Span | None:
+        """Return live entries at positions [start, stop), unbiased, without a copy where they fill the buffer."""
+        first = max(0, start - self.before)
+        last = self.length if stop is None else min(self.length, stop - self.before)
+        if self.tail is None or first >= last:
             return None
         if self.tail.batch != 1:
             raise CacheError(f"a cache of {self.tail.batch} sequences has no single live tail: compact one at a time")
-        keys, values = self.tail.keys[0, :, : self.length], self.tail.values[0, :, : self.length]
-        positions = torch.arange(self.before, self.before + self.length, device=keys.device)
+        keys, values = self.tail.keys[0, :, first:last], self.tail.values[0, :, first:last]
+        positions = torch.arange(self.before + first, self.before + last, device=keys.device)
         return Span.from_dense(keys, values, positions)
 
     def all_entries(self) -> Span | None:
         """Return span and live tail as one span."""
         parts = [part for part in (self.span, self.tail_span()) if part is not None]
+        return join_spans(parts) if parts else None
+
+    def entries_between(self, start: int, stop: int) -> Span | None:
+        """Return the entries, compacted and live, at positions [start, stop) as one span."""
+        old = self.span.within(start, stop) if self.span is not None and start < self.before else None
+        parts = [part for part in (old, self.tail_span(start, stop)) if part is not None]
         return join_spans(parts) if parts else None
 
     def hold(self, span: Span | None, tokens: int, tail: TailBuffer | None = None, length: int = 0) -> None:

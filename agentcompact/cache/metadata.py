@@ -43,6 +43,10 @@ class Report(BaseModel):
     """Tokens run through the model for the compaction itself (recomputed queries)."""
     seconds: dict[str, float] = Field(default_factory=dict)
     warnings: list[str] = Field(default_factory=list)
+    blocks: int = 1
+    """Parts that the span was compacted in, one after another."""
+    summary: str = ""
+    """The text that a strategy wrote in place of the span, for one that does."""
 
     @property
     def ratio(self) -> float:

@@ -9,6 +9,7 @@ from agentcompact.strategies.base import (
     StrategySettings,
     head_groups,
 )
+from agentcompact.strategies.blocks import compact_in_blocks
 from agentcompact.strategies.registry import make_strategy, register_strategy, strategy_class, strategy_names
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Phases",
     "Strategy",
     "StrategySettings",
+    "compact_in_blocks",
     "head_groups",
     "make_strategy",
     "register_strategy",

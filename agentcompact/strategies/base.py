@@ -83,6 +83,8 @@ class Strategy(ABC):
     """One line for the list of strategies."""
     settings_type: ClassVar[type[StrategySettings]] = StrategySettings
     needs: ClassVar[frozenset[str]] = frozenset()
+    rewrites: ClassVar[bool] = False
+    """Whether it writes a text of its own, so that positions begin anew instead of going on."""
 
     def __init__(self, **settings: Any) -> None:
         """Raises SettingsError for a setting or a value that does not exist."""
@@ -118,16 +120,25 @@ class Strategy(ABC):
                 f"nothing was compacted: the budget of {request.budget:,} entries per head is not below the "
                 f"{max(max(span.lengths) for span in spans):,} there are"
             )
-            new = spans
+            compacted, new = cache.replaced(spans, request.start, request.end), spans
         else:
-            new = self.compact_spans(request, spans, phases, report)
-        compacted = cache.replaced(new, request.start, request.end)
+            compacted, new = self.compact_cache(request, spans, phases, report)
         report.compaction_tokens = request.engine.counters.compaction_tokens - worked
         report.entries_after = sum(span.entries for span in new)
         report.bytes_after = sum(span.nbytes for span in new)
         report.seconds = {**phases.seconds, "total": sum(phases.seconds.values())}
         compacted.metadata.reports.append(report)
         return CompactionResult(compacted, report)
+
+    def compact_cache(
+        self, request: CompactionRequest, spans: list[Span], phases: Phases, report: Report
+    ) -> tuple[CompactedCache, list[Span]]:
+        """Return the new cache, and each full layer's entries in it that stand for the request's span.
+
+        A strategy that `rewrites` overrides this; all others give `compact_spans`.
+        """
+        new = self.compact_spans(request, spans, phases, report)
+        return request.cache.replaced(new, request.start, request.end), new
 
     @abstractmethod
     def compact_spans(

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from agentcompact_cli.console import out, print_json, size, warn, working
 from agentcompact_cli.options import ModelChoice, model_options, output_options, parse_settings, read_document
 
+if TYPE_CHECKING:
+    from agentcompact import CompactedCache
+
 
 @click.command(name="compact")
-@click.argument("document", type=click.Path(path_type=Path))
+@click.argument("documents", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DOCUMENT...")
 @click.option(
     "--output",
     "-o",
     type=click.Path(path_type=Path),
     help="Cache file to write. [default: DOCUMENT with .kv]",
 )
+@click.option(
+    "--output-dir",
+    "-O",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the cache files of several documents; those that are there already are left out.",
+)
 @click.option("--ratio", "-r", type=float, help="Keep one entry in this many. [default: 8]")
 @click.option("--budget", "-b", type=int, help="Entries to keep per layer and KV head, instead of a ratio.")
 @click.option("--strategy", "-s", default="two_pass", show_default=True, help="See `agentcompact strategies`.")
 @click.option("--set", "pairs", multiple=True, metavar="NAME=VALUE", help="A setting of the strategy; repeatable.")
+@click.option(
+    "--block",
+    type=click.IntRange(min=1),
+    help="Tokens to prefill and compact at a time, so that memory stays bounded. [default: all at once]",
+)
 @click.option(
     "--prompt",
     type=click.Choice(["auto", "chat", "raw"]),
@@ -36,28 +50,28 @@ from agentcompact_cli.options import ModelChoice, model_options, output_options,
 @model_options
 @output_options
 def command(
-    document: Path,
+    documents: tuple[Path, ...],
     output: Path | None,
+    output_dir: Path | None,
     ratio: float | None,
     budget: int | None,
     strategy: str,
     pairs: tuple[str, ...],
-    prompt: Any,
-    seed: int,
     force: bool,
     choice: ModelChoice,
     quiet: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
-    """Prefill DOCUMENT (a UTF-8 text file, or - for standard input), compact its cache, and save it.
+    """Prefill each DOCUMENT (a UTF-8 text file, or - for standard input), compact its cache, and save it.
 
     \b
     Example:
       agentcompact compact book.txt -o book.kv --ratio 8 --strategy two_pass
       agentcompact compact book.txt --budget 256 --set shortlist=3 --model ./my-model
+      agentcompact compact docs/*.txt -O compacted/ --block 4096
     """
-    from agentcompact.errors import BudgetError, InputError
-    from agentcompact.files import check_output
+    from agentcompact.errors import BudgetError
     from agentcompact.settings import resolve_budget
 
     # Everything that can be wrong without a model is checked before one is loaded.
@@ -66,39 +80,79 @@ def command(
     if ratio is None and budget is None:
         ratio = 8.0
     resolve_budget(1, ratio=ratio, budget=budget)
-    text = read_document(document)
-    if output is None:
-        if str(document) == "-":
-            raise InputError("a document from standard input needs --output")
-        output = document.with_suffix(".kv")
-    if output.exists() and document.exists() and output.samefile(document):
-        raise InputError(f"{output} is the document itself: name another --output")
-    check_output(output, overwrite=force)
+    texts = [read_document(document) for document in documents]
+    targets = _targets(documents, output, output_dir, force)
     settings = parse_settings(pairs)
-
+    written = []
     with working(quiet) as work:
         work.say("starting")
         from agentcompact import compact, make_strategy
+        from agentcompact.engines import TransformersEngine
 
         method = make_strategy(strategy, **settings)
-        loaded = choice.load("smollm2", work.say)
-        cache = compact(
-            loaded,
-            text,
-            method,
-            ratio=ratio,
-            budget=budget,
-            prompt=prompt,
-            seed=seed,
-            document=document.name,
-            progress=work,
-        )
-        work.say(f"writing {output}")
-        cache.save(output, overwrite=force)
+        if any(target is not None for target in targets):
+            engine = TransformersEngine(choice.load("smollm2", work.say))
+        for document, text, target in zip(documents, texts, targets, strict=True):
+            if target is None:
+                work.say(f"{document}: there already")
+                continue
+            if len(documents) > 1:
+                work.say(f"{document}")
+            cache = compact(
+                engine, text, method, ratio=ratio, budget=budget, document=document.name, progress=work, **options
+            )
+            work.say(f"writing {target}")
+            cache.save(target, overwrite=force)
+            written.append(_facts(cache, target))
+            for warning in cache.metadata.reports[-1].warnings:
+                warn(warning)
+    if as_json:
+        print_json(written[0] if len(documents) == 1 else written)
+    else:
+        for facts in written:
+            _print_summary(facts)
+
+
+def _targets(
+    documents: tuple[Path, ...], output: Path | None, output_dir: Path | None, force: bool
+) -> list[Path | None]:
+    """Return the cache file of each document, None where it is there already in the output folder.
+
+    Raises InputError where the files cannot be told apart, and what `check_output` raises.
+    """
+    from agentcompact.errors import InputError, WriteError
+    from agentcompact.files import check_output
+
+    if output_dir is None:
+        if len(documents) > 1:
+            raise InputError(f"{len(documents)} documents need a folder for their caches: name one with --output-dir")
+        if output is None and str(documents[0]) == "-":
+            raise InputError("a document from standard input needs --output")
+        target = output or documents[0].with_suffix(".kv")
+        if target.exists() and documents[0].exists() and target.samefile(documents[0]):
+            raise InputError(f"{target} is the document itself: name another --output")
+        check_output(target, overwrite=force)
+        return [target]
+    if output is not None:
+        raise InputError("--output and --output-dir exclude each other: give one of them")
+    targets = [output_dir / f"{document.stem}.kv" for document in documents]
+    for target in targets:
+        if targets.count(target) > 1:
+            raise InputError(f"two documents would both become {target}: compact them into different folders")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(f"the folder {output_dir} cannot be made: {error.strerror or error}") from error
+    wanted = [None if target.is_file() and not force else target for target in targets]
+    for each in wanted:
+        if each is not None:
+            check_output(each, overwrite=force)
+    return wanted
+
+
+def _facts(cache: CompactedCache, output: Path) -> dict[str, Any]:
     report = cache.metadata.reports[-1]
-    for warning in report.warnings:
-        warn(warning)
-    facts = {
+    return {
         "output": str(output),
         "output_bytes": output.stat().st_size,
         "model": cache.metadata.model_source,
@@ -106,10 +160,6 @@ def command(
         "ratio": report.ratio,
         **report.model_dump(mode="json"),
     }
-    if as_json:
-        print_json(facts)
-    else:
-        _print_summary(facts)
 
 
 def _print_summary(facts: dict[str, Any]) -> None:
