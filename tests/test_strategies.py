@@ -25,6 +25,9 @@ from agentcompact.errors import BudgetError, CapabilityError, SettingsError
 from agentcompact.strategies import registry
 
 BUILT_IN = ("high_attn", "none", "streaming_llm", "two_pass")
+KEEPING = [name for name in strategy_names() if not registry.strategy_class(name).rewrites]
+"""Strategies that keep entries of the text; the others are tested in files of their own."""
+UNIFORM = [name for name in KEEPING if getattr(make_strategy(name).settings, "budgets", "uniform") == "uniform"]
 TENSORS = ("keys", "values", "bias", "positions")
 
 
@@ -75,7 +78,7 @@ def test_the_built_in_strategies_are_there():
 @pytest.mark.parametrize("ratio", [1, 2, 50])
 @pytest.mark.parametrize("count", [1, 2, 3, 40])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("name", strategy_names())
+@pytest.mark.parametrize("name", KEEPING)
 def test_budget_positions_and_the_next_forward(engines, caches, name, kind, count, ratio):
     engine, cache = engines[kind], caches[kind, count]
     new = recompact(engine, cache, name, ratio=ratio)
@@ -85,7 +88,8 @@ def test_budget_positions_and_the_next_forward(engines, caches, name, kind, coun
     assert new.held_positions == wanted
     originals = spans_of(cache)
     for span, original in zip(spans_of(new), originals, strict=True):
-        assert span.lengths == (wanted, wanted)
+        assert span.lengths == (wanted, wanted) or name not in UNIFORM
+        assert min(span.lengths) >= 1
         for tensor in (span.keys, span.values, span.bias):
             assert torch.isfinite(tensor).all()
         for (keys, _, _, positions), (all_keys, _, _, all_positions) in zip(span, original, strict=True):
@@ -142,7 +146,7 @@ def test_more_entries_are_nearer_to_the_full_cache_and_fitted_values_nearer_stil
         assert error("high_attn", ratio) < error("streaming_llm", ratio)
 
 
-@pytest.mark.parametrize("name", strategy_names())
+@pytest.mark.parametrize("name", KEEPING)
 def test_sliding_layers_keep_their_window(engines, name):
     engine = engines["gemma3"]
     cache = engine.prefill(tiny_tokens(40), capture_seed=0)
@@ -155,12 +159,13 @@ def test_sliding_layers_keep_their_window(engines, name):
         for part in ("keys", "values"):
             old, kept = (getattr(layer.tail, part)[:, :, : layer.length] for layer in (old_layer, new_layer))
             assert torch.equal(old, kept)
-    assert new.layers[1].span.lengths == ((40, 40) if name == "none" else (5, 5))
+    assert sum(new.layers[1].span.lengths) == (80 if name == "none" else 10)
 
 
 @pytest.mark.parametrize(("budget", "sinks"), [(10, 4), (4, 4), (2, 4), (1, 4), (7, 0), (39, 4), (5, 9)])
 def test_streaming_llm_keeps_sinks_and_recent(engine, budget, sinks):
     cache = engine.prefill(tiny_tokens(40))
+    worked = engine.counters.compaction_tokens
     new = recompact(engine, cache, "streaming_llm", budget=budget, sinks=sinks)
     first = min(sinks, budget)
     rows = [*range(first), *range(40 - (budget - first), 40)]
@@ -172,10 +177,10 @@ def test_streaming_llm_keeps_sinks_and_recent(engine, budget, sinks):
             assert torch.equal(keys, original.head(head)[0][rows])
             assert torch.equal(values, original.head(head)[1][rows])
             assert not bias.any()
-    assert engine.counters.compaction_tokens == 0
+    assert engine.counters.compaction_tokens == worked
 
 
-@pytest.mark.parametrize("name", strategy_names())
+@pytest.mark.parametrize("name", KEEPING)
 @pytest.mark.parametrize("budget", [40, 1000])
 def test_a_budget_that_holds_everything_changes_nothing(engine, name, budget):
     cache = engine.prefill(tiny_tokens(40), capture_seed=0)
@@ -350,7 +355,7 @@ def test_an_engine_without_queries_is_refused_by_name(engines):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-@pytest.mark.parametrize("name", strategy_names())
+@pytest.mark.parametrize("name", KEEPING)
 def test_the_requests_cache_stays_as_it_was(engines, name, kind):
     engine = engines[kind]
     cache = engine.prefill(tiny_tokens(40), capture_seed=0)
@@ -367,7 +372,7 @@ def test_the_requests_cache_stays_as_it_was(engines, name, kind):
     assert torch.equal(engine.next_token_logits(cache.fork(), question), before)
 
 
-@pytest.mark.parametrize("name", strategy_names())
+@pytest.mark.parametrize("name", KEEPING)
 def test_the_new_cache_is_not_reached_by_the_old_one(engine, name):
     cache = engine.prefill(tiny_tokens(40), capture_seed=0)
     new = recompact(engine, cache, name, ratio=2)
@@ -378,14 +383,14 @@ def test_the_new_cache_is_not_reached_by_the_old_one(engine, name):
     assert torch.equal(engine.next_token_logits(new.fork(), question), before)
 
 
-@pytest.mark.parametrize("name", strategy_names())
+@pytest.mark.parametrize("name", KEEPING)
 def test_a_span_inside_leaves_what_is_around_it(engine, name):
     cache = engine.prefill(tiny_tokens(40), capture_seed=0)
     new = recompact(engine, cache, name, budget=5, start=4, stop=30)
     assert (new.next_position, new.span_tokens, new.tail_length) == (40, 30, 10)
     middle = 26 if name == "none" else 5
     for span, original in zip(spans_of(new), spans_of(cache), strict=True):
-        assert span.lengths == (4 + middle + 10,) * 2
+        assert span.lengths == (4 + middle + 10,) * 2 or name not in UNIFORM
         for head in range(2):
             new_parts, old_parts = span.head(head), original.head(head)
             positions = new_parts[3].tolist()

@@ -10,8 +10,9 @@ import torch
 from tiny import tiny_model, tiny_tokens
 
 from agentcompact import CompactionRequest, TransformersEngine, make_strategy
+from agentcompact.fitting import scored_keys
 from agentcompact.fitting.attention_statistics import attention_statistics
-from agentcompact.strategies import attention_matching
+from agentcompact.strategies.attention_matching import ScoredHeads
 from agentcompact.strategies.base import HeadGroup, Phases
 
 TOKENS = 200
@@ -208,7 +209,7 @@ def test_a_first_pass_that_cannot_choose_is_skipped(engine, cache, monkeypatch, 
         calls.append(queries.shape[1])
         return attention_statistics(queries, *rest, **named)
 
-    monkeypatch.setattr(attention_matching, "attention_statistics", counted)
+    monkeypatch.setattr(scored_keys, "attention_statistics", counted)
     strategy = make_strategy("two_pass", shortlist=k, first_pass_queries=3)
     strategy.compact(request_of(engine, cache, TOKENS // 5))
     assert calls == ([2 * TOKENS] if passes == 1 else [3, 2 * TOKENS]) * 2  # in each of the two layers
@@ -242,8 +243,9 @@ def overlap(a, b):
 def select(engine, cache, group, name, seed=0, budget=20, **settings):
     strategy = make_strategy(name, bias="redistribute", values="direct", **settings)
     request = request_of(engine, cache, budget, seed)
-    scored = strategy._score(group, 0, request)
-    return strategy._fit_heads(scored, slice(0, len(group.heads)), budget, request, Phases())[3]
+    shortlisted = math.ceil(strategy.settings.shortlist * budget)
+    part = ScoredHeads(group, strategy._score(group, 0, shortlisted, request))
+    return strategy._fit_heads(part, slice(0, len(group.heads)), budget, request, Phases())[3]
 
 
 def test_overlap_with_full_selection_rises_with_the_shortlist(engine, cache):

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentcompact.errors import CacheError
+
 USEFUL_SAMPLE = 256
 """Positions that a sample of a span's queries should have; with fewer they are captured again, for that span alone."""
 
@@ -23,6 +25,7 @@ class CapturedQueries:
         self.positions = torch.empty(0, dtype=torch.long)
         self._priorities = np.empty(0, dtype=np.uint64)
         self._layers: dict[int, Tensor] = {}
+        self._norms: dict[int, Tensor] = {}
         self._plan: tuple[Tensor, Tensor] | None = None
         self.shared = False
         self.seen: list[tuple[int, int]] = []
@@ -40,12 +43,13 @@ class CapturedQueries:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self._layers.values())
+        return sum(t.nbytes for t in (*self._layers.values(), *self._norms.values()))
 
     def clone(self) -> CapturedQueries:
         other = CapturedQueries(self.capacity, self.seed)
         other.positions, other._priorities = self.positions.clone(), self._priorities.copy()
         other._layers = {index: t.clone() for index, t in self._layers.items()}
+        other._norms = {index: t.clone() for index, t in self._norms.items()}
         other.seen, other.first = list(self.seen), self.first
         return other
 
@@ -106,6 +110,19 @@ class CapturedQueries:
         device = query.device
         store[:, slots.to(device)] = query[0][:, rows.to(device)].detach()
 
+    def take_norms(self, layer: int, norms: Tensor) -> None:
+        """Store the planned rows of the norms (q,) of what enters one layer's attention block."""
+        if self._plan is None:
+            return
+        slots, rows = (t.to(norms.device) for t in self._plan)
+        store = self._norms.get(layer)
+        if store is None or len(store) < len(self.positions):
+            grown = norms.new_empty(self._expected)
+            if store is not None:
+                grown[: len(store)] = store
+            store = self._norms[layer] = grown
+        store[slots] = norms.detach()[rows]
+
     def before(self, stop: int) -> CapturedQueries:
         """Return the store without the positions from `stop` on: itself where it has none."""
         kept = self.positions < stop
@@ -117,17 +134,35 @@ class CapturedQueries:
         other._layers = {
             index: store[:, : len(kept)][:, kept.to(store.device)] for index, store in self._layers.items()
         }
+        other._norms = {index: store[: len(kept)][kept.to(store.device)] for index, store in self._norms.items()}
         return other
 
     def layer(self, index: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the queries of one layer at positions in [start, stop): (query_heads, n, head_dim)."""
         store = self._layers[index][:, : len(self.positions)]
+        inside = self._inside(start, stop)
+        return store if inside is None else store[:, inside.to(store.device)]
+
+    def positions_within(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the positions in [start, stop), (n,), in the order of the queries that `layer` returns."""
+        inside = self._inside(start, stop)
+        return self.positions if inside is None else self.positions[inside]
+
+    def input_norms(self, index: int) -> Tensor:
+        """Return the norm of what entered one layer's attention block with each query: (n,) float32.
+
+        Raises CacheError where none were recorded.
+        """
+        if index not in self._norms:
+            raise CacheError(f"no norms of hidden states were recorded for layer {index}")
+        return self._norms[index][: len(self.positions)]
+
+    def _inside(self, start: int, stop: int | None) -> Tensor | None:
+        """Return which positions lie in [start, stop), or None for all of them."""
         if start == 0 and (stop is None or not len(self.positions) or int(self.positions.max()) < stop):
-            return store
+            return None
         inside = self.positions >= start
-        if stop is not None:
-            inside &= self.positions < stop
-        return store[:, inside.to(store.device)]
+        return inside if stop is None else inside & (self.positions < stop)
 
     def covers(self, start: int, stop: int) -> bool:
         """Whether all of [start, stop) was offered, and a sample that is worth using was kept of it."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from agentcompact.cache import CacheMetadata, CapturedQueries, CompactedCache
+from agentcompact.cache import CacheMetadata, CapturedQueries, CompactedCache, Span
 from agentcompact.engines.prompt_batch import PromptBatch
 from agentcompact.models import ModelGeometry, PromptParts
 from agentcompact.settings import EngineSettings, SamplingSettings
@@ -18,6 +19,9 @@ Progress = Callable[[str, int, int], None]
 
 CAPTURES_QUERIES = "captures_queries"
 GIVES_GRADIENTS = "gives_gradients"
+ROTATES_STATES = "rotates_states"
+GIVES_OUTPUT_NORMS = "gives_output_norms"
+CAPTURES_INPUT_NORMS = "captures_input_norms"
 
 
 @dataclass
@@ -93,6 +97,34 @@ class Engine(Protocol):
 
         Without a cache a turn is a sequence of its own, and queries before position `first` are not kept. The work
         counts as compaction work. Raises CacheError where the settings leave no room for queries.
+        """
+
+    def read_rewriting(
+        self, turns: Sequence[Sequence[int]], after: CompactedCache, rewrite: Callable[[int, Tensor], Span]
+    ) -> None:
+        """Read turns behind a cache, which stays as it is, replacing each full layer's entries on the way.
+
+        rewrite: called with a layer's index and all its queries (query_heads, tokens, head_dim) before they attend;
+        what it returns is what they and all later layers go by. One pass; it counts as compaction work.
+        """
+
+    def rotate(self, states: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
+        """Apply the model's rotary embedding at positions to states (heads, n, head_dim), or take it back.
+
+        positions: (n,) or (heads, n). Computed in float32, returned in the states' dtype. It is the embedding of the
+        full layers. Raises UnsupportedModelError where it cannot be told how the model rotates.
+        """
+
+    def output_norms(self, layer: int, values: Tensor, heads: range | None = None) -> Tensor:
+        """Return the norm of W_O v, by W_O's slice of each query head: (kv_heads, n, head_dim) -> (query_heads, n).
+
+        heads: the KV heads whose values are given, all by default. Computed in float32.
+        """
+
+    def recording_input_norms(self) -> AbstractContextManager[None]:
+        """Inside it, what `capture` returns also holds the norm of each query's hidden state.
+
+        That is the state that enters the attention block, behind its input norm.
         """
 
     def decode_text(self, token_ids: Sequence[int]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,26 +16,35 @@ from agentcompact.cache import (
     CacheMetadata,
     CapturedQueries,
     CompactedCache,
+    Span,
     register_attention,
 )
 from agentcompact.engines.base import (
+    CAPTURES_INPUT_NORMS,
     CAPTURES_QUERIES,
     GIVES_GRADIENTS,
+    GIVES_OUTPUT_NORMS,
+    ROTATES_STATES,
     EngineCounters,
     Generation,
     Progress,
 )
+from agentcompact.engines.projections import InputNorms, OutputProjections
 from agentcompact.engines.prompt_batch import PromptBatch, padded_rows
+from agentcompact.engines.rotary import Rotary
 from agentcompact.engines.sampling import Sampler, StopWatch, end_token_ids
 from agentcompact.errors import CacheError, ContextLengthError, DocumentError
 from agentcompact.models import LoadedModel, PromptParts, split_template
+from agentcompact.models.support import attention_modules
 from agentcompact.settings import EngineSettings, SamplingSettings
 
 
 class TransformersEngine:
     """Runs a loaded model over caches. It sets the model's attention implementation to ours, once."""
 
-    capabilities = frozenset({CAPTURES_QUERIES, GIVES_GRADIENTS})
+    capabilities = frozenset(
+        {CAPTURES_QUERIES, GIVES_GRADIENTS, ROTATES_STATES, GIVES_OUTPUT_NORMS, CAPTURES_INPUT_NORMS}
+    )
 
     def __init__(self, model: LoadedModel, settings: EngineSettings | None = None) -> None:
         register_attention()
@@ -118,20 +129,68 @@ class TransformersEngine:
         first: int = 0,
         progress: Progress | None = None,
     ) -> CapturedQueries:
-        store = self._new_store(seed)
+        store = self._new_store(seed, first)
         if store is None:
             raise CacheError("no queries can be captured: the engine's capture_bytes is too small")
-        store.first = first
         total, done = sum(len(turn) for turn in turns), 0
         shared = None if after is None else after.fork(batch_size=1)
-        for turn in turns:
-            cache = self.new_cache() if shared is None else shared.fork()
-            cache.reserve(len(turn))
-            told = None if progress is None else _shifted(progress, done, total)
-            self._run(turn, cache, store, told, "reference queries", numbered_from=done, still=total - done)
-            done += len(turn)
+        with self._input_norms.into(store):
+            for turn in turns:
+                cache = self.new_cache() if shared is None else shared.fork()
+                cache.reserve(len(turn))
+                told = None if progress is None else _shifted(progress, done, total)
+                self._run(turn, cache, store, told, "reference queries", numbered_from=done, still=total - done)
+                done += len(turn)
         self.counters.compaction_tokens += total
         return store
+
+    def read_rewriting(
+        self, turns: Sequence[Sequence[int]], after: CompactedCache, rewrite: Callable[[int, Tensor], Span]
+    ) -> None:
+        shared = after.fork(batch_size=len(turns))
+        layers = dict(shared.full_layers)
+        lengths = [len(turn) for turn in turns]
+
+        def replace(index: int, query: Tensor) -> None:
+            rows = [each[:, query.shape[2] - length :] for each, length in zip(query, lengths, strict=True)]
+            layers[index].span = rewrite(index, torch.cat(rows, dim=1))
+
+        with shared.observed(replace):
+            prefilled = self.counters.prefilled_tokens
+            self.read_prompts(shared, turns)
+        self.counters.compaction_tokens += self.counters.prefilled_tokens - prefilled
+        self.counters.prefilled_tokens = prefilled
+
+    def rotate(self, states: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
+        return self._rotary.rotate(states, positions, back=back)
+
+    def output_norms(self, layer: int, values: Tensor, heads: range | None = None) -> Tensor:
+        return self._projections.norms(layer, values, range(self.geometry.kv_heads) if heads is None else heads)
+
+    def recording_input_norms(self) -> AbstractContextManager[None]:
+        return self._input_norms.recording()
+
+    @cached_property
+    def _rotary(self) -> Rotary:
+        return Rotary.of_model(self.model.causal_lm, self._one_token_keys, self.geometry)
+
+    @cached_property
+    def _projections(self) -> OutputProjections:
+        return OutputProjections(list(attention_modules(self.model.causal_lm)), self.geometry, self.model.dtype)
+
+    @cached_property
+    def _input_norms(self) -> InputNorms:
+        modules = list(attention_modules(self.model.causal_lm))
+        return InputNorms({index: modules[index] for index in self.geometry.full_layers})
+
+    @torch.no_grad()
+    def _one_token_keys(self, position: int) -> list[Tensor]:
+        """Keys (kv_heads, 1, head_dim) of the full layers for a sequence of one token at a position."""
+        cache = self.new_cache()
+        positions = torch.tensor([[position]], device=self.model.device)
+        ids = torch.full_like(positions, self.model.causal_lm.get_input_embeddings().num_embeddings // 2)
+        self.model.causal_lm(input_ids=ids, cache=cache, position_ids=positions, use_cache=True, logits_to_keep=1)
+        return [span.dense(span.keys) for span in (cache.source(index, 0, 1) for index, _ in cache.full_layers)]
 
     def decode_text(self, token_ids: Sequence[int]) -> str:
         text: str = self.model.tokenizer.decode(list(token_ids), skip_special_tokens=True)
@@ -305,13 +364,14 @@ class TransformersEngine:
         held = cache.captured
         if held is not None and start and held.seed == seed:
             return held.clone() if held.shared or held.must_evict(total) else held
-        return None if start else self._new_store(seed)
+        return self._new_store(seed, start) if held is None else None
 
-    def _new_store(self, seed: int) -> CapturedQueries | None:
-        """Return a store that the settings' bound leaves room for, or None."""
+    def _new_store(self, seed: int, first: int = 0) -> CapturedQueries | None:
+        """Return a store for queries from position `first` on that the settings' bound leaves room for, or None."""
         size = torch.finfo(self.model.dtype).bits // 8
         each = len(self.geometry.full_layers) * self.geometry.query_heads * self.geometry.head_dim * size
         store = CapturedQueries.within_bytes(self.settings.capture_bytes, each, seed)
+        store.first = first
         return store if store.capacity else None
 
     def check_room(self, start: int, tokens: int, more: int = 0) -> None:

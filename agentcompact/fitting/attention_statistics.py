@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,3 +119,65 @@ def _statistics(
 def _over_queries(factors: Tensor, weights: Tensor) -> Tensor:
     """Sum factor times weight over the queries: (heads, m) and (heads, m, n) -> (heads, n)."""
     return (factors[:, None] @ weights)[:, 0]
+
+
+def causal_mean(
+    queries: Tensor, keys: Tensor, bias: Tensor, scaling: float, query_positions: Tensor, key_positions: Tensor
+) -> Tensor:
+    """Mean softmax weight of each key over the queries that could see it: (heads, n) in float32.
+
+    A query sees the keys at positions up to its own, and its softmax is over those alone; a key that no query can see
+    gets 0. queries: (heads, m, d). keys: (heads, n, d). bias: (heads, n), added to the scaled scores.
+    query_positions: (m,). key_positions: (heads, n).
+    """
+    seen_from, order = query_positions.to(queries.device).sort(stable=True)
+    scores = torch.zeros(bias.shape, device=bias.device)
+    for head in range(queries.shape[0]):
+        places, columns = key_positions[head].to(queries.device, seen_from.dtype).sort(stable=True)
+        rows = int((seen_from >= places[0]).sum())
+        if not rows:
+            continue
+        inputs = (queries[head, order[-rows:]].float(), keys[head, columns].float(), bias[head, columns].float())
+        summed = torch.zeros(len(places), device=bias.device)
+        for _, weights, total in _blocks(*inputs, scaling, (seen_from[-rows:], places)):
+            summed[: weights.shape[1]] += total.reciprocal() @ weights
+        seeing = len(seen_from) - torch.searchsorted(seen_from, places)
+        scores[head, columns] = summed / seeing.clamp(min=1)
+    return scores
+
+
+def weighted_maximum(queries: Tensor, keys: Tensor, bias: Tensor, scaling: float, factors: Tensor) -> Tensor:
+    """Highest product of softmax weight and the query's factor, of each key over the queries: (heads, n) in float32.
+
+    queries: (heads, m, d). keys: (heads, n, d). bias: (heads, n), added to the scaled scores. factors: (m,) at least 0.
+    """
+    factors = factors.to(queries.device).float()
+    scores = torch.zeros(bias.shape, device=bias.device)
+    for head in range(queries.shape[0]):
+        inputs = (queries[head].float(), keys[head].float(), bias[head].float())
+        for block, weights, total in _blocks(*inputs, scaling):
+            highest = weights.mul_((factors[block] / total)[:, None]).amax(dim=0)
+            torch.maximum(scores[head], highest, out=scores[head])
+    return scores
+
+
+def _blocks(
+    queries: Tensor, keys: Tensor, bias: Tensor, scaling: float, positions: tuple[Tensor, Tensor] | None = None
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield softmax weights times their total, (rows, columns), and the totals (rows,), a block of queries at a time.
+
+    queries: (m, d). keys: (n, d). positions: ascending, of queries (m,) and keys (n,); a query sees the keys that are
+    not behind it, at least one, and the columns end with the last key that the block sees. The weights may be changed.
+    """
+    rows, n = max(1, BLOCK_ELEMENTS // len(keys)), len(keys)
+    for start in range(0, len(queries), rows):
+        block = slice(start, start + rows)
+        ends = None if positions is None else torch.searchsorted(positions[1], positions[0][block], right=True)
+        seen = n if ends is None else int(ends[-1])
+        weights = torch.addmm(bias[:seen], queries[block], keys[:seen].T, alpha=scaling)
+        if ends is not None:
+            first = int(ends[0])
+            behind = torch.arange(first, seen, device=ends.device) >= ends[:, None]
+            weights[:, first:].masked_fill_(behind, float("-inf"))
+        weights.sub_(weights.amax(dim=1, keepdim=True)).exp_()
+        yield block, weights, weights.sum(dim=1)

@@ -20,8 +20,16 @@ def repeat_prefill_queries(
 
     Each chunk is a turn of its own behind the cache, forgotten afterwards; the queries of request and answer both
     count. The pass costs about a second prefill and is counted as compaction work. At most the engine's
-    `capture_bytes` of queries are kept. Raises ContextLengthError where the model's context has no room behind the
-    cache, CacheError where the token ids are not known.
+    `capture_bytes` of queries are kept. Raises what `repeat_turns` raises.
+    """
+    return engine.capture(repeat_turns(engine, cache, start, stop), seed, after=cache, progress=progress)
+
+
+def repeat_turns(engine: Engine, cache: CompactedCache, start: int, stop: int) -> list[list[int]]:
+    """Return the turns that ask for the tokens [start, stop), chunk by chunk, and answer with them.
+
+    Raises ContextLengthError where the model's context has no room behind the cache, CacheError where the token ids
+    are not known, CapabilityError where the engine captures nothing.
     """
     if CAPTURES_QUERIES not in engine.capabilities:
         raise CapabilityError("repeat-prefill needs reference queries, and the engine cannot capture any")
@@ -43,4 +51,4 @@ def repeat_prefill_queries(
             asked = f'Repeat the text above, word for word, from "{opening}" on.'
             request = question_ids(engine, cache.metadata.prompt, asked)
         turns.append([*request, *part])
-    return engine.capture(turns, seed, after=cache, progress=progress)
+    return turns

@@ -1,8 +1,8 @@
 """Attention matching: select keys, bias them to carry the mass of all keys, and keep or fit their values.
 
-Each named strategy is a choice for the three steps; the steps themselves are in `agentcompact.fitting`.
+Each named preset is a choice for the steps; the steps themselves are in `agentcompact.fitting`.
 Sources: Fast KV Compaction via Attention Matching (Zweiger et al. 2026); the write-up "Compaction" (two-pass
-selection, uniform redistribution, direct values).
+selection, uniform redistribution, direct values, query subsets).
 """
 
 from __future__ import annotations
@@ -10,210 +10,294 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from agentcompact.cache import Report, Span
-from agentcompact.engines import CAPTURES_QUERIES
+from agentcompact.engines import CAPTURES_QUERIES, Engine
 from agentcompact.fitting.attention_statistics import AttentionStatistics, attention_statistics
-from agentcompact.fitting.budgets import global_budgets
+from agentcompact.fitting.budgets import BudgetKind, allocate, check_shares, read_shares
 from agentcompact.fitting.fit import fit_bias, fit_values
+from agentcompact.fitting.omp import matching_pursuit
+from agentcompact.fitting.query_subsets import select_queries
 from agentcompact.fitting.redistribution import redistribute
+from agentcompact.fitting.scored_keys import ScoredKeys, score_all_keys, score_shortlist
 from agentcompact.fitting.selection import gather_rows, random_rows, top_entries
-from agentcompact.queries import context_prefill_queries, repeat_prefill_queries
-from agentcompact.strategies.base import (
-    CompactionRequest,
-    HeadGroup,
-    Phases,
-    Strategy,
-    StrategySettings,
-    head_groups,
-)
+from agentcompact.queries import ReferenceQueries, reference_queries, reference_turns
+from agentcompact.strategies.attention_matching_settings import AttentionMatchingSettings
+from agentcompact.strategies.base import CompactionRequest, HeadGroup, Phases, Strategy, head_groups
+from agentcompact.strategies.on_policy import compact_on_policy
 
 BIAS_LIMIT = 3.0
 """A fitted bias moves an entry's weight by at most this factor's logarithm, as published (but see `bias_bounds`)."""
 
-
-class AttentionMatchingSettings(StrategySettings):
-    """The three steps of attention matching, and what each needs."""
-
-    queries: Literal["context_prefill", "repeat_prefill"] = Field(
-        "context_prefill",
-        description="reference queries: the prefill's own (free), or of repeating the context (slower, far better)",
-    )
-    budgets: Literal["uniform", "global"] = Field(
-        "uniform",
-        description="entries of each head: equally many, or by one ranking over all layers and heads",
-    )
-    keys: Literal["highest_attention", "two_pass"] = Field(
-        "highest_attention", description="score all keys by all queries, or a shortlist only"
-    )
-    score: Literal["rms", "mean", "max"] = Field(
-        "rms", description="how a key's weights over the queries are summed up"
-    )
-    bias: Literal["nnls", "redistribute", "none"] = Field("nnls", description="how the entries get their biases")
-    values: Literal["least_squares", "direct"] = Field("least_squares", description="fitted or original values")
-    nnls: Literal["published", "converged"] = Field("published", description="mode of the NNLS fit")
-    ridge: float = Field(1e-6, gt=0, allow_inf_nan=False, description="ridge, relative to the Gram matrix's row sums")
-    first_pass_queries: int = Field(256, ge=1, description="two_pass: random queries that score all keys")
-    shortlist: float = Field(
-        5.0, ge=1, le=1e6, allow_inf_nan=False, description="two_pass: keys on the shortlist per entry kept"
-    )
-    count_rest: bool | None = Field(
-        None,
-        description="two_pass: add the mass off the shortlist, as the first pass saw it; default: if compacted before",
-    )
+Heads = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Keys, values, biases and positions of some heads with equally many entries."""
 
 
 @dataclass(frozen=True)
 class ScoredHeads:
-    """A group of heads with the scores that selection goes by.
-
-    candidates: (heads, c) into the group's entries. score, mass: (heads, c), of the candidates; total_mass: (heads,),
-    the mean mass that a selection must carry. full: statistics of all keys under all queries, where scoring made them.
-    """
+    """A group of heads with the scores of its keys; scored.candidates are rows of the group's entries."""
 
     group: HeadGroup
-    candidates: Tensor
-    score: Tensor
-    mass: Tensor
-    total_mass: Tensor
-    full: AttentionStatistics | None
+    scored: ScoredKeys
 
 
 class AttentionMatching(Strategy):
-    """Base of the named presets; not registered under a name of its own."""
+    """Keys, biases and values chosen step by step, each step a setting; the presets are named strategies."""
 
+    name = "attention_matching"
+    summary = "select keys, fit biases and values to what all entries gave the reference queries; each step a setting"
     settings_type = AttentionMatchingSettings
     settings: AttentionMatchingSettings
     needs = frozenset({CAPTURES_QUERIES})
 
     @property
     def reads_prefill_queries(self) -> bool:
-        return self.settings.queries == "context_prefill"
+        return "context_prefill" in self.settings.query_kinds
 
     def compact_spans(
         self, request: CompactionRequest, spans: Sequence[Span], phases: Phases, report: Report
     ) -> list[Span]:
-        find = {"context_prefill": context_prefill_queries, "repeat_prefill": repeat_prefill_queries}
+        kind, shares = self.settings.budgets, self._shares()
+        if self.settings.on_policy:
+            return self._on_policy(request, spans, shares, phases)
         with phases.phase("reference queries"):
-            captured = find[self.settings.queries](
-                request.engine, request.cache, request.start, request.end, request.seed, request.progress
-            )
-        whole = self.settings.queries == "repeat_prefill"
-
-        def score(place: int) -> list[ScoredHeads]:
-            index = request.cache.full_layers[place][0]
-            queries = captured.layer(index) if whole else captured.layer(index, request.start, request.end)
-            self._tell(request, "scores" if self.settings.budgets == "global" else "layers", place, len(spans))
-            with phases.phase("key selection"):
-                return [self._score(group, index, request) for group in head_groups(spans[place], queries)]
-
-        if self.settings.budgets == "uniform":
-            counts = [[min(request.budget, n) for n in span.lengths] for span in spans]
-            return [self._fit_layer(score(place), counts[place], request, phases) for place in range(len(spans))]
-        scored = [score(place) for place in range(len(spans))]
-        total = request.budget * sum(span.heads for span in spans)
-        shared = global_budgets([[head for part in layer for head in part.score] for layer in scored], total)
+            queries = self.queries_of(request)
+        indices = [index for index, _ in request.cache.full_layers]
+        if kind != "global":
+            counts = counts_by_length(kind, spans, request.budget, shares)
+            return [
+                self.compact_layer(place, span, queries.layer(indices[place]), counts, request, phases)
+                for place, span in enumerate(spans)
+            ]
+        scored = [
+            self.score_layer(place, span, queries.layer(indices[place]), None, request, phases)
+            for place, span in enumerate(spans)
+        ]
+        with phases.phase("key selection"):
+            counts = allocate(kind, [_scores(layer) for layer in scored], request.budget)
         new = []
         for place, layer in enumerate(scored):
-            self._tell(request, "layers", place, len(spans))
-            new.append(self._fit_layer(layer, shared[place], request, phases))
+            self._tell(request, "entries", place, len(spans))
+            new.append(self._fit_layer(layer, counts[place], request, phases))
         return new
 
-    def _score(self, group: HeadGroup, layer: int, request: CompactionRequest) -> ScoredHeads:
-        """Score a group's entries by the queries, all of them or a shortlist."""
-        n = group.keys.shape[1]
-        shortlisted = math.ceil(self.settings.shortlist * request.budget)
-        scaling = request.engine.geometry.scaling
-        if n == 0:  # a compacted head may have kept nothing of this part of the document
-            empty = group.bias.float()
-            return ScoredHeads(group, group.positions.long(), empty, empty, empty.sum(dim=1), None)
-        if self.settings.keys == "highest_attention" or shortlisted >= n:
-            wanted = group.values if self.settings.values == "least_squares" else None
-            full = self._statistics(group.queries, group.keys, group.bias, scaling, wanted)
-            candidates = torch.arange(n, device=group.keys.device).expand(len(group.heads), n)
-            return ScoredHeads(group, candidates, full.score, full.mass, full.mass.sum(dim=1), full)
-        rows = torch.stack([self._first_pass_rows(group, head, layer, request.seed) for head in group.heads])
-        sample = gather_rows(group.queries, rows.to(group.queries.device))
-        first = self._statistics(sample, group.keys, group.bias, scaling)
-        candidates = top_entries(first.score, shortlisted)
-        second = self._statistics(
-            group.queries, gather_rows(group.keys, candidates), gather_rows(group.bias, candidates), scaling
+    def compact_layer(
+        self,
+        place: int,
+        span: Span,
+        queries: Tensor,
+        counts: list[list[int]] | None,
+        request: CompactionRequest,
+        phases: Phases,
+    ) -> Span:
+        """Compact the entries of the full layer at `place` alone by its queries (query_heads, m, head_dim).
+
+        counts: entries of each head of each layer; None where they come from a ranking within the layer.
+        """
+        most = None if counts is None else counts[place]
+        layer = self.score_layer(place, span, queries, most, request, phases)
+        own = allocate("adakv", [_scores(layer)], request.budget)[0] if most is None else most
+        return self._fit_layer(layer, own, request, phases)
+
+    def _on_policy(
+        self, request: CompactionRequest, spans: Sequence[Span], shares: list[list[float]] | None, phases: Phases
+    ) -> list[Span]:
+        """Read the reference turns over what is compacted so far.
+
+        Global budgets need the scores of all layers before the first is compacted, so they come from queries of the
+        full cache, in a pass of their own.
+        """
+        settings, cache, engine = self.settings, request.cache, request.engine
+        with phases.phase("reference queries"):
+            turns = reference_turns(
+                settings.query_kinds, engine, cache, request.start, request.end, request.seed, request.progress,
+                focus=request.focus, prompts=settings.study_prompts, answer_tokens=settings.study_tokens,
+            )  # fmt: skip
+        if settings.budgets != "global":
+            counts = counts_by_length(settings.budgets, spans, request.budget, shares)
+            return compact_on_policy(self, request, spans, turns, counts, phases)
+        with phases.phase("reference queries"):
+            captured = engine.capture(turns, request.seed, after=cache, progress=request.progress)
+        scores = []
+        for place, (index, _) in enumerate(cache.full_layers):
+            layer = self.score_layer(place, spans[place], captured.layer(index), None, request, phases)
+            scores.append(_scores(layer))
+        counts = allocate("global", scores, request.budget)
+        return compact_on_policy(self, request, spans, turns, counts, phases)
+
+    def check_engine(self, engine: Engine) -> None:
+        super().check_engine(engine)
+        shares = self._shares()
+        if shares is not None:
+            check_shares(shares, [engine.geometry.kv_heads] * len(engine.geometry.full_layers))
+
+    def queries_of(self, request: CompactionRequest) -> ReferenceQueries:
+        return reference_queries(
+            self.settings.query_kinds,
+            request.engine,
+            request.cache,
+            request.start,
+            request.end,
+            request.seed,
+            request.progress,
+            focus=request.focus,
+            prompts=self.settings.study_prompts,
+            answer_tokens=self.settings.study_tokens,
         )
-        total = second.mass.sum(dim=1)
-        if request.cache.is_compacted if self.settings.count_rest is None else self.settings.count_rest:
-            seen = gather_rows(first.mass, candidates).sum(dim=1)
-            total = total * first.mass.sum(dim=1) / seen.clamp(min=torch.finfo(seen.dtype).tiny)
-        return ScoredHeads(group, candidates, second.score, second.mass, total, None)
+
+    def _shares(self) -> list[list[float]] | None:
+        path = self.settings.budgets_file if self.settings.budgets == "file" else None
+        return None if path is None else read_shares(path)
+
+    def score_layer(
+        self,
+        place: int,
+        span: Span,
+        queries: Tensor,
+        counts: Sequence[int] | None,
+        request: CompactionRequest,
+        phases: Phases,
+    ) -> list[ScoredHeads]:
+        """Score the entries of a layer; counts: how many its heads will keep, where that is known."""
+        index = request.cache.full_layers[place][0]
+        what = "scores" if self.settings.budgets == "global" and counts is None else "layers"
+        self._tell(request, what, place, len(request.cache.full_layers))
+        shortlisted = max(math.ceil(self.settings.shortlist * request.budget), *(counts or [0]), 0)
+        with phases.phase("key selection"):
+            groups = [self._with_subset(group, index, request) for group in head_groups(span, queries)]
+            return [ScoredHeads(group, self._score(group, index, shortlisted, request)) for group in groups]
+
+    def _with_subset(self, group: HeadGroup, layer: int, request: CompactionRequest) -> HeadGroup:
+        """Leave a group the queries that the settings name."""
+        if self.settings.query_subset == "all":
+            return group
+        generator = _generator(request.seed, layer, group.heads[0])
+        kept = select_queries(
+            self.settings.query_subset, group.queries.float(), self.settings.subset_queries, generator
+        )
+        return HeadGroup(group.heads, group.keys, group.values, group.bias, group.positions, kept)
+
+    def _score(self, group: HeadGroup, layer: int, shortlisted: int, request: CompactionRequest) -> ScoredKeys:
+        """Score a group's entries by the queries, all of them or a shortlist."""
+        n, settings, scaling = group.keys.shape[1], self.settings, request.engine.geometry.scaling
+        if n == 0:  # a compacted head may have kept nothing of this part of the document
+            return ScoredKeys.nothing(len(group.heads), group.keys)
+        if settings.keys != "two_pass" or shortlisted >= n:
+            wanted = group.values if settings.values == "least_squares" else None
+            return score_all_keys(group.queries, group.keys, group.bias, scaling, wanted, settings.score)
+        rows = torch.stack([self._first_pass_rows(group, head, layer, request.seed) for head in group.heads])
+        return score_shortlist(
+            group.queries,
+            gather_rows(group.queries, rows.to(group.queries.device)),
+            group.keys,
+            group.bias,
+            scaling,
+            shortlisted,
+            settings.score,
+            count_rest=request.cache.is_compacted if settings.count_rest is None else settings.count_rest,
+        )
 
     def _fit_layer(
-        self, scored: Sequence[ScoredHeads], counts: Sequence[int], request: CompactionRequest, phases: Phases
+        self, layer: Sequence[ScoredHeads], counts: Sequence[int], request: CompactionRequest, phases: Phases
     ) -> Span:
         """Select `counts` entries of each head of a layer and give them biases and values."""
-        heads: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        for part in scored:
+        heads: list[Heads] = []
+        for part in layer:
             wanted = [counts[head] for head in part.group.heads]
             alike = len(set(wanted)) == 1
             slices = [slice(0, len(wanted))] if alike else [slice(h, h + 1) for h in range(len(wanted))]
             for rows in slices:
                 heads.extend(zip(*self._fit_heads(part, rows, wanted[rows.start], request, phases), strict=True))
-        span = Span.from_heads(heads)
-        return span.to(dtype=scored[0].group.keys.dtype)
+        return Span.from_heads(heads).to(dtype=layer[0].group.keys.dtype)
 
     def _fit_heads(
-        self, scored: ScoredHeads, rows: slice, count: int, request: CompactionRequest, phases: Phases
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (keys, values, bias, positions) of `count` entries for each of these heads of a group."""
-        group, scaling = scored.group, request.engine.geometry.scaling
+        self, part: ScoredHeads, rows: slice, count: int, request: CompactionRequest, phases: Phases
+    ) -> Heads:
+        """Return `count` entries for each of these heads of a group."""
+        group, settings, scaling = part.group, self.settings, request.engine.geometry.scaling
         n = group.keys.shape[1]
         if count >= n:
             return group.keys[rows], group.values[rows], group.bias[rows], group.positions[rows]
+        queries = group.queries[rows].float()
         with phases.phase("key selection"):
-            chosen = top_entries(scored.score[rows], count)
-            indices = gather_rows(scored.candidates[rows], chosen)
+            full = self._full_statistics(part, rows, scaling) if settings.fits else None
+            chosen, found = self._choose(part, rows, count, queries, full, request)
             keys, values, bias, positions = (
-                gather_rows(t[rows], indices) for t in (group.keys, group.values, group.bias, group.positions)
+                gather_rows(t[rows], chosen) for t in (group.keys, group.values, group.bias, group.positions)
             )
-            queries, full = group.queries[rows].float(), None
-            if self.settings.bias == "nnls" or self.settings.values == "least_squares":
-                full = self._full_statistics(scored, rows, scaling)
-        lower, upper = bias_bounds(n, count)
         with phases.phase("bias"):
-            if self.settings.bias == "redistribute":
-                mass = gather_rows(scored.mass[rows], chosen)
-                bias = redistribute(mass, scored.total_mass[rows], bias, lower, upper)
-            elif self.settings.bias == "nnls" and full is not None:
-                bias = fit_bias(
-                    queries, keys.float(), bias, scaling, full.log_normalizer, full.row_maximum,
-                    lower, upper, self.settings.nnls,
-                )  # fmt: skip
+            bias = self._bias(part, rows, chosen, queries, keys.float(), bias, found, full, scaling)
         with phases.phase("values"):
-            if self.settings.values == "least_squares" and full is not None and full.output is not None:
-                values = fit_values(
-                    queries, keys.float(), values.float(), bias, scaling, full.output, self.settings.ridge
-                )
+            if settings.values == "least_squares" and full is not None and full.output is not None:
+                values = fit_values(queries, keys.float(), values.float(), bias, scaling, full.output, settings.ridge)
         return keys, values, bias, positions
 
-    def _full_statistics(self, scored: ScoredHeads, rows: slice, scaling: float) -> AttentionStatistics:
-        """Statistics over all keys of these heads: the scoring's own, or made now where it saw a shortlist only."""
-        if scored.full is not None:
-            return scored.full.of_heads(rows)
-        group = scored.group
-        wanted = group.values[rows] if self.settings.values == "least_squares" else None
-        return self._statistics(group.queries[rows], group.keys[rows], group.bias[rows], scaling, wanted)
+    def _choose(
+        self,
+        part: ScoredHeads,
+        rows: slice,
+        count: int,
+        queries: Tensor,
+        full: AttentionStatistics | None,
+        request: CompactionRequest,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the chosen entries of these heads (heads, count), and OMP's log-weights of them, or None."""
+        group, scored = part.group, part.scored
+        if self.settings.keys == "omp" and full is not None:
+            return matching_pursuit(
+                queries,
+                group.keys[rows].float(),
+                group.bias[rows].float(),
+                request.engine.geometry.scaling,
+                full.row_maximum,
+                (full.log_normalizer - full.row_maximum).exp(),
+                count,
+                mode=self.settings.omp,
+                seed=request.seed % 2**63,
+            )
+        return gather_rows(scored.candidates[rows], top_entries(scored.score[rows], count)), None
 
-    def _statistics(
-        self, queries: Tensor, keys: Tensor, bias: Tensor, scaling: float, values: Tensor | None = None
-    ) -> AttentionStatistics:
-        return attention_statistics(queries, keys, bias, scaling, values, score=self.settings.score)
+    def _bias(
+        self,
+        part: ScoredHeads,
+        rows: slice,
+        chosen: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        bias: Tensor,
+        found: Tensor | None,
+        full: AttentionStatistics | None,
+        scaling: float,
+    ) -> Tensor:
+        """Return the new biases of the chosen entries, whose biases so far are `bias`."""
+        lower, upper = bias_bounds(part.group.keys.shape[1], chosen.shape[1])
+        if self.settings.bias == "none":
+            return bias
+        if self.settings.bias == "redistribute":
+            scored = part.scored
+            places = torch.searchsorted(scored.candidates[rows].contiguous(), chosen)
+            return redistribute(gather_rows(scored.mass[rows], places), scored.total_mass[rows], bias, lower, upper)
+        if found is not None:
+            return bias + found
+        if full is None:
+            return bias
+        return fit_bias(
+            queries, keys, bias, scaling, full.log_normalizer, full.row_maximum, lower, upper, self.settings.nnls
+        )
+
+    def _full_statistics(self, part: ScoredHeads, rows: slice, scaling: float) -> AttentionStatistics:
+        """Statistics over all keys of these heads: the scoring's own, or made now where it saw a shortlist only."""
+        if part.scored.full is not None:
+            return part.scored.full.of_heads(rows)
+        group = part.group
+        wanted = group.values[rows] if self.settings.values == "least_squares" else None
+        return attention_statistics(group.queries[rows], group.keys[rows], group.bias[rows], scaling, wanted)
 
     def _first_pass_rows(self, group: HeadGroup, head: int, layer: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(((seed * 1_000_003 + layer) * 1_009 + head) % 2**63)
-        return random_rows(group.queries.shape[1], self.settings.first_pass_queries, generator)
+        return random_rows(group.queries.shape[1], self.settings.first_pass_queries, _generator(seed, layer, head))
 
     def _is_enough(self, request: CompactionRequest, spans: Sequence[Span]) -> bool:
         if self.settings.budgets == "uniform":
@@ -232,3 +316,21 @@ def bias_bounds(entries: int, budget: int) -> tuple[float, float]:
     bound grows to twice it.
     """
     return -BIAS_LIMIT, max(BIAS_LIMIT, math.log(2 * entries / budget))
+
+
+def counts_by_length(
+    kind: BudgetKind, spans: Sequence[Span], budget: int, shares: list[list[float]] | None
+) -> list[list[int]] | None:
+    """Entries of each head of each layer, of a kind that goes by how many there are alone; None for "adakv"."""
+    if kind == "adakv":
+        return None
+    return allocate(kind, [[bias for _, _, bias, _ in span] for span in spans], budget, shares)
+
+
+def _scores(layer: Sequence[ScoredHeads]) -> list[Tensor]:
+    """The scores of each head of a layer."""
+    return [head for part in layer for head in part.scored.score]
+
+
+def _generator(seed: int, layer: int, head: int) -> torch.Generator:
+    return torch.Generator().manual_seed(((seed * 1_000_003 + layer) * 1_009 + head) % 2**63)

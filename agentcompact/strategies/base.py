@@ -58,17 +58,22 @@ class CompactionResult:
 
 @dataclass
 class Phases:
-    """Seconds of the phases of one compaction."""
+    """Seconds of the phases of one compaction; the time of a phase within another counts for the inner one alone."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    _within: list[float] = field(default_factory=list)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         begun = time.perf_counter()
+        self._within.append(0.0)
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+            taken = time.perf_counter() - begun
+            self.seconds[name] = self.seconds.get(name, 0.0) + taken - self._within.pop()
+            if self._within:
+                self._within[-1] += taken
 
 
 class Strategy(ABC):

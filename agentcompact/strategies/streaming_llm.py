@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from pydantic import Field
+from torch import Tensor
 
-from agentcompact.cache import Report, Span
-from agentcompact.strategies.base import CompactionRequest, Phases, Strategy, StrategySettings
-
-
-class StreamingLLMSettings(StrategySettings):
-    sinks: int = Field(4, ge=0, description="first entries that are always kept, at most the budget")
+from agentcompact.cache import CapturedQueries, Span
+from agentcompact.strategies.base import CompactionRequest
+from agentcompact.strategies.eviction import Eviction
 
 
-class StreamingLLM(Strategy):
+class StreamingLLM(Eviction):
     """Keeps the first min(sinks, budget) entries of each head and fills the budget with the last ones.
 
     Source: Efficient Streaming Language Models with Attention Sinks (Xiao et al. 2024), at fixed positions.
@@ -23,22 +18,9 @@ class StreamingLLM(Strategy):
 
     name = "streaming_llm"
     summary = "the first few entries and the most recent ones; needs no queries, forgets the middle"
-    settings_type = StreamingLLMSettings
-    settings: StreamingLLMSettings
 
-    def compact_spans(
-        self, request: CompactionRequest, spans: Sequence[Span], phases: Phases, report: Report
-    ) -> list[Span]:
-        with phases.phase("selection"):
-            return [self._compact_span(span, request.budget) for span in spans]
-
-    def _compact_span(self, span: Span, budget: int) -> Span:
-        sinks = min(self.settings.sinks, budget)
-        heads = []
-        for parts in span:
-            n = len(parts[0])
-            first = torch.arange(min(sinks, n))
-            last = torch.arange(max(len(first), n - (budget - len(first))), n)
-            rows = torch.cat([first, last]).to(span.keys.device)
-            heads.append(tuple(part[rows] for part in parts))
-        return Span.from_heads(heads)  # type: ignore[arg-type]
+    def score_layer(
+        self, request: CompactionRequest, layer: int, span: Span, captured: CapturedQueries | None
+    ) -> list[Tensor]:
+        # Counted from the end, so that one ranking over heads of different lengths compares like with like.
+        return [1 / torch.arange(n, 0, -1, device=span.keys.device, dtype=torch.float32) for n in span.lengths]

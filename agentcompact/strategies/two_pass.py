@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from agentcompact.strategies.attention_matching import AttentionMatching, AttentionMatchingSettings
+from agentcompact.strategies.attention_matching import AttentionMatching
+from agentcompact.strategies.attention_matching_settings import AttentionMatchingSettings
 
 
 class TwoPassSettings(AttentionMatchingSettings):

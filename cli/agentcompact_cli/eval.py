@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from agentcompact.evaluation import CellResult, Document, Task
 
 
+BATCH = 32
+"""Questions answered together: most documents have fewer, and one batch reads the weights once for all of them."""
+
+
 @dataclass(frozen=True)
 class _Asked:
     """What the options say."""
@@ -150,8 +154,9 @@ def _run(asked: _Asked, choice: ModelChoice, quiet: bool) -> list[CellResult]:
         documents = [document for path in asked.data for document in read_documents(path)]
 
         from agentcompact.engines import TransformersEngine
+        from agentcompact.settings import EngineSettings
 
-        engine = TransformersEngine(choice.load("smollm2", work.say))
+        engine = TransformersEngine(choice.load("smollm2", work.say), EngineSettings(batch_size=BATCH))
         documents += _generated(tasks, asked, lambda text: len(engine.encode(text)), work.say)
     with evaluating(quiet) as show:
         return evaluate(
