@@ -73,7 +73,7 @@ def test_ragged_round_trip_and_size_on_disk(tmp_path, smollm2, document):
             layer.span.offsets for _, layer in cache.full_layers
         ]
         again = engine.next_token_logits(cache.fork(), [5])
-            assert torch.allclose(engine.next_token_logits(read, [5]), again, atol=1e-3)  # kernels depend on alignment
+        assert torch.allclose(engine.next_token_logits(read, [5]), again, atol=1e-3)  # kernels depend on alignment
 
 
 def test_a_cache_from_a_file_can_be_compacted_again(tmp_path, model, cache):
