@@ -266,3 +266,40 @@ def test_strategies_that_do_not_exist(word, said):
     with pytest.raises(SettingsError) as error:
         choose_strategies([word])
     assert said in str(error.value)
+
+
+def test_compactions_in_a_row_keep_the_budget_while_text_arrives(engine, tmp_path):
+    several = plan(["two_pass", "streaming_llm"], [4], compactions=[3, 1])
+    steps = []
+    cells = evaluate(engine, DOCUMENTS[:1], several, tmp_path, steps.append)
+    assert [(cell.strategy, cell.compactions) for cell in cells] == [
+        (FULL, 1), (NO_CONTEXT, 1), ("two_pass", 1), ("streaming_llm", 1),
+        (FULL, 3), ("two_pass", 3), ("streaming_llm", 3),
+    ]  # fmt: skip
+    assert all(cell.status == "ok" for cell in cells)
+    by = {(cell.strategy, cell.compactions): cell for cell in cells}
+    assert by["two_pass", 3].held_positions == by["two_pass", 1].held_positions == 20
+    arrived = by[FULL, 3].held_positions - by[FULL, 1].held_positions
+    assert 100 < arrived <= 256
+    assert by[FULL, 3].kl == 0
+    # The same by hand, and from the middle: a run that was cut goes on with the same caches.
+    lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "results.jsonl").write_text("".join(lines[:5]))
+    assert untimed(evaluate(engine, DOCUMENTS[:1], several, tmp_path / "cut")) == untimed(cells)
+    rows = summarise(cells)
+    assert [(row.strategy, row.compactions) for row in rows] == [
+        (FULL, 1), ("streaming_llm", 1), ("two_pass", 1), (NO_CONTEXT, 1),
+        (FULL, 3), ("streaming_llm", 3), ("two_pass", 3),
+    ]  # fmt: skip
+    with pytest.raises(SettingsError, match="compactions"):
+        plan(compactions=[0])
+
+
+def test_the_report_draws_the_compactions(engine, tmp_path):
+    from agentcompact.evaluation.report import write_report
+
+    cells = evaluate(engine, DOCUMENTS[:1], plan(["two_pass", "streaming_llm"], [4], compactions=[1, 2]), tmp_path)
+    names = [path.name for path in write_report(cells, tmp_path / "report")]
+    assert any(name.endswith("-rounds.png") for name in names)
+    assert "compactions" in (tmp_path / "report" / "report.md").read_text()

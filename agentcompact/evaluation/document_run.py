@@ -20,11 +20,15 @@ from agentcompact.evaluation.metrics.fidelity import continuation_fidelity
 from agentcompact.evaluation.metrics.speed import decode_rate
 from agentcompact.evaluation.records import Document
 from agentcompact.evaluation.results import NO_CONTEXT, CellResult
+from agentcompact.evaluation.tasks.haystack import novel_sentences
 from agentcompact.settings import resolve_budget
 from agentcompact.strategies import CompactionRequest
 
 METRICS = ("answers", "fidelity", "attention", "speed")
 """What can be measured; "answers" always is."""
+
+ARRIVING_TOKENS, ARRIVING_SENTENCES = 128, 16
+"""What arrives before a compaction, and the sentences it is taken from."""
 
 # What a strategy of somebody else's may raise: a cell that fails is recorded, and the others go on.
 CELL_FAILURES = (
@@ -34,18 +38,47 @@ CELL_FAILURES = (
 
 
 class DocumentRun:
-    """Measures the cells of one document; the full cache and what is compared with it are made on first use."""
+    """Measures the cells of one document; the full cache and what is compared with it are made on first use.
 
-    def __init__(self, engine: Engine, document: Document, metrics: frozenset[str], seed: int) -> None:
+    compactions: how often a strategy compacts in a row; before each but the first a piece of other text arrives, and
+    the budget stays. earlier: the run with fewer compactions that this one goes on from.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        document: Document,
+        metrics: frozenset[str],
+        seed: int,
+        compactions: int = 1,
+        earlier: DocumentRun | None = None,
+    ) -> None:
         self.engine = engine
         self.document = document
         self.metrics = metrics
         self.seed = seed
+        self.compactions = compactions
+        self.earlier = earlier
+        self._states: dict[tuple[str, float], CompactedCache] = {}
+
+    def after(self, compactions: int) -> DocumentRun:
+        """Return the run in which strategies compact so often, itself where it is that one."""
+        if compactions == self.compactions:
+            return self
+        return DocumentRun(self.engine, self.document, self.metrics, self.seed, compactions, self)
 
     @cached_property
     def full_cache(self) -> CompactedCache:
-        """The document's cache, uncompacted, with the queries of its prefill."""
-        return prefill_document(self.engine, self.document.context, prompt="raw", capture_seed=self.seed)
+        """The cache of the document and of what arrived after it, uncompacted, with the queries of its prefill."""
+        if self.earlier is not None:
+            cache = self.earlier.full_cache.fork()
+            for number in range(self.earlier.compactions, self.compactions):
+                cache = self._arrive(cache, number)
+            return cache
+        cache = prefill_document(self.engine, self.document.context, prompt="raw", capture_seed=self.seed)
+        for number in range(1, self.compactions):
+            cache = self._arrive(cache, number)
+        return cache
 
     @cached_property
     def full_answers(self) -> Asked:
@@ -89,15 +122,35 @@ class DocumentRun:
         return self._compacted(choice, ratio)
 
     def _compacted(self, choice: StrategyChoice, ratio: float) -> dict[str, Any]:
-        full = self.full_cache
-        request = CompactionRequest(
-            engine=self.engine,
-            cache=full,
-            budget=resolve_budget(full.next_position, ratio=ratio),
-            seed=self.seed,
-        )
-        result = choice.strategy.compact(request)
-        return {**self._with_cache(result.cache), **_cost(result.report)}
+        budget = resolve_budget(self._tokens, ratio=ratio)
+        done, cache = self._state(choice, ratio)
+        for number in range(done, self.compactions):
+            if number:
+                cache = self._arrive(cache.fork(), number)
+            request = CompactionRequest(engine=self.engine, cache=cache, budget=budget, seed=self.seed)
+            cache = choice.strategy.compact(request).cache
+        self._states[choice.label, ratio] = cache
+        return {**self._with_cache(cache), **_cost(cache.metadata.reports[-1])}
+
+    def _state(self, choice: StrategyChoice, ratio: float) -> tuple[int, CompactedCache]:
+        """Return how often the latest cache of this strategy and ratio was compacted, and the cache."""
+        run: DocumentRun | None = self
+        while run is not None:
+            if (choice.label, ratio) in run._states:
+                return run.compactions, run._states[choice.label, ratio]
+            first, run = run, run.earlier
+        return 0, first._document_cache
+
+    @cached_property
+    def _document_cache(self) -> CompactedCache:
+        """The cache of the document alone."""
+        if self.compactions == 1:
+            return self.full_cache
+        return prefill_document(self.engine, self.document.context, prompt="raw", capture_seed=self.seed)
+
+    def _arrive(self, cache: CompactedCache, number: int) -> CompactedCache:
+        """Prefill the text that arrives before the compaction after `number` of them."""
+        return self.engine.prefill(arriving_tokens(self.engine, number), cache, capture_seed=self.seed)
 
     def _with_cache(self, cache: CompactedCache) -> dict[str, Any]:
         """Everything that is measured of a cache that stands for the document."""
@@ -149,10 +202,18 @@ class DocumentRun:
             "strategy": label,
             "settings": {} if choice is None else choice.strategy.settings.model_dump(mode="json"),
             "ratio": ratio,
+            "compactions": self.compactions,
             "seed": self.seed,
             "metrics": sorted(self.metrics),
             "versions": versions(),
         }
+
+
+def arriving_tokens(engine: Engine, number: int) -> list[int]:
+    """Return the token ids of the text that arrives before the compaction after `number` of them: part of a novel."""
+    sentences = novel_sentences()
+    text = "\n" + " ".join(sentences[(number * ARRIVING_SENTENCES) % len(sentences) :][:ARRIVING_SENTENCES])
+    return engine.encode(text)[:ARRIVING_TOKENS]
 
 
 def versions() -> dict[str, str]:

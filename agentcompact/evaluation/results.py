@@ -12,6 +12,9 @@ NO_CONTEXT = "no_context"
 """The cell of the questions alone, without the document."""
 
 
+CellKey = tuple[str, str, str, str, "float | None", int, int]
+
+
 class QuestionResult(BaseModel):
     """How one question was answered.
 
@@ -33,10 +36,11 @@ class CellResult(BaseModel):
 
     strategy: a label, its settings included where they are not the defaults; `full` and `no_context` are the cells
     that utility is normalised by. ratio: as asked for, None for those two. tokens: the document's, beginning of
-    sequence included. kl: mean KL divergence in nats from the full cache over its own greedy continuations. top1: the
-    share of those tokens that stay the likeliest. output_error: relative error of attention outputs on the questions'
-    queries; mass_error, log_mass_error: mean relative and mean absolute logarithmic error of the attention mass.
-    overlap: the share of the kept entries that full-attention selection keeps too; None where keys are no originals.
+    sequence included. compactions: how often it was compacted, with new text arriving before each but the first.
+    kl: mean KL divergence in nats from the full cache over its own greedy continuations. top1: the share of those
+    tokens that stay the likeliest. output_error: relative error of attention outputs on the questions' queries;
+    mass_error, log_mass_error: mean relative and mean absolute logarithmic error of the attention mass. overlap:
+    the share of the kept entries that full-attention selection keeps too; None where keys are no originals.
     entries_per_head: per compacted layer and KV head. held_positions: average entries per layer and head.
     """
 
@@ -53,6 +57,7 @@ class CellResult(BaseModel):
     strategy: str
     settings: dict[str, Any] = Field(default_factory=dict)
     ratio: float | None = None
+    compactions: int = 1
     seed: int = 0
     metrics: list[str] = Field(default_factory=list)
     status: Literal["ok", "failed"] = "ok"
@@ -75,6 +80,6 @@ class CellResult(BaseModel):
     versions: dict[str, str] = Field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[str, str, str, str, float | None, int]:
+    def key(self) -> CellKey:
         """What makes two results those of the same cell."""
-        return (self.fingerprint, self.dtype, self.digest, self.strategy, self.ratio, self.seed)
+        return (self.fingerprint, self.dtype, self.digest, self.strategy, self.ratio, self.compactions, self.seed)

@@ -12,12 +12,13 @@ from agentcompact.errors import SettingsError
 from agentcompact.evaluation.choices import StrategyChoice
 from agentcompact.evaluation.document_run import METRICS, DocumentRun
 from agentcompact.evaluation.records import Document
-from agentcompact.evaluation.results import FULL, NO_CONTEXT, CellResult
+from agentcompact.evaluation.results import FULL, NO_CONTEXT, CellKey, CellResult
 from agentcompact.evaluation.store import ResultStore, open_store
 from agentcompact.settings import resolve_budget, suggestion
 
 WARM_UP_TOKENS = 32
-Cell = tuple[str, float | None, StrategyChoice | None]
+Cell = tuple[str, float | None, StrategyChoice | None, int]
+"""A strategy's label, its ratio, the strategy, and how often it compacts."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class Step:
 class EvaluationPlan:
     """What to measure: strategies by ratios, with `full` and `no_context` beside them.
 
-    metrics: of `METRICS`; answers are always measured. seed: of the strategies' random choices. retry_failed: whether
-    cells that failed before are measured again.
+    metrics: of `METRICS`; answers are always measured. compactions: how often a document is compacted in a row,
+    with new text arriving before each but the first; each number is a cell of its own. seed: of the strategies'
+    random choices. retry_failed: whether cells that failed before are measured again.
     """
 
     strategies: Sequence[StrategyChoice]
@@ -43,6 +45,7 @@ class EvaluationPlan:
     metrics: frozenset[str] = frozenset(METRICS)
     seed: int = 0
     retry_failed: bool = False
+    compactions: Sequence[int] = (1,)
 
     def __post_init__(self) -> None:
         """Raises SettingsError or BudgetError for a metric or a ratio that cannot be."""
@@ -53,15 +56,18 @@ class EvaluationPlan:
                 )
         for ratio in self.ratios:
             resolve_budget(1, ratio=ratio)
+        if not self.compactions or min(self.compactions) < 1:
+            raise SettingsError(f"compactions={list(self.compactions)}: numbers of at least 1 are needed")
 
     def cells(self) -> list[Cell]:
         """The cells of each document; the full cache first, since the others are compared with it."""
         ratios = list(dict.fromkeys(float(ratio) for ratio in self.ratios))
-        return [
-            (FULL, None, None),
-            (NO_CONTEXT, None, None),
-            *((choice.label, ratio, choice) for choice in self.strategies for ratio in ratios),
-        ]
+        cells: list[Cell] = []
+        for place, times in enumerate(sorted(set(self.compactions))):
+            cells.append((FULL, None, None, times))
+            cells += [(NO_CONTEXT, None, None, times)] if place == 0 else []
+            cells += [(choice.label, ratio, choice, times) for choice in self.strategies for ratio in ratios]
+        return cells
 
 
 def evaluate(
@@ -85,7 +91,8 @@ def evaluate(
             if cells:
                 store.keep_document(document)
             run = DocumentRun(engine, document, plan.metrics | {"answers"}, plan.seed)
-            for label, ratio, choice in cells:
+            for label, ratio, choice, times in cells:
+                run = run.after(times)
                 result = run.measure(label, ratio, choice)
                 store.add(result)
                 step = clock.step(result)
@@ -95,13 +102,10 @@ def evaluate(
         return [store.cells[key] for key in wanted]
 
 
-Key = tuple[str, str, str, str, float | None, int]
-
-
-def _keys(engine: Engine, document: Document, plan: EvaluationPlan) -> Iterator[Key]:
+def _keys(engine: Engine, document: Document, plan: EvaluationPlan) -> Iterator[CellKey]:
     known = engine.describe()
-    for label, ratio, _ in plan.cells():
-        yield (known.model_fingerprint, known.model_dtype, document.digest, label, ratio, plan.seed)
+    for label, ratio, _, times in plan.cells():
+        yield (known.model_fingerprint, known.model_dtype, document.digest, label, ratio, times, plan.seed)
 
 
 def _missing(engine: Engine, document: Document, plan: EvaluationPlan, store: ResultStore) -> list[Cell]:

@@ -29,7 +29,7 @@ class KindScore(BaseModel):
 
 
 class SummaryRow(BaseModel):
-    """What one strategy at one ratio gave for one model, task and length; None where nothing was measured.
+    """What one strategy at one ratio gave for one model, task, length and number of compactions; None if not measured.
 
     documents: those that worked. failed: cells that did not, error the first one's. accuracy: mean score of all
     questions, low and high its 95 % interval; a question asked with several seeds counts once, with its mean.
@@ -44,6 +44,7 @@ class SummaryRow(BaseModel):
     dtype: str
     task: str
     length: int | None
+    compactions: int
     strategy: str
     ratio: float | None
     documents: int
@@ -82,6 +83,7 @@ class RowKey(NamedTuple):
     dtype: str
     task: str
     length: int | None
+    compactions: int
     strategy: str
     ratio: float | None
 
@@ -101,17 +103,21 @@ def summarise(cells: Sequence[CellResult]) -> list[SummaryRow]:
     """Make the rows: by model, task and length; then full, the others by ratio and strategy, and no_context."""
     groups: dict[RowKey, list[CellResult]] = defaultdict(list)
     for cell in latest(cells):
-        groups[RowKey(cell.model, cell.dtype, cell.task, cell.length, cell.strategy, cell.ratio)].append(cell)
+        place = RowKey(cell.model, cell.dtype, cell.task, cell.length, cell.compactions, cell.strategy, cell.ratio)
+        groups[place].append(cell)
     every = [cell for group in groups.values() for cell in group]
-    full = _documents(cell for cell in every if cell.strategy == FULL)
+    full = {
+        times: _documents(cell for cell in every if cell.strategy == FULL and cell.compactions == times)
+        for times in {cell.compactions for cell in every}
+    }
     none = _documents(cell for cell in every if cell.strategy == NO_CONTEXT)
-    return [_row(key, groups[key], full, none) for key in sorted(groups, key=_order)]
+    return [_row(key, groups[key], full[key.compactions], none) for key in sorted(groups, key=_order)]
 
 
-def _order(key: RowKey) -> tuple[str, str, str, int, int, float, str]:
+def _order(key: RowKey) -> tuple[str, str, str, int, int, int, float, str]:
     place = {FULL: 0, NO_CONTEXT: 2}.get(key.strategy, 1)
     length = -1 if key.length is None else key.length
-    return (key.model, key.dtype, key.task, length, place, key.ratio or 0.0, key.strategy)
+    return (key.model, key.dtype, key.task, length, key.compactions, place, key.ratio or 0.0, key.strategy)
 
 
 def _documents(cells: Iterable[CellResult]) -> Documents:

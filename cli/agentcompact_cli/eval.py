@@ -31,6 +31,7 @@ class _Asked:
     questions: int | None
     strategies: list[str]
     ratios: list[float]
+    compactions: list[int]
     metrics: list[str]
     seed: int
     output: Path
@@ -91,6 +92,13 @@ def _numbers(kind: Callable[[str], Any]) -> Callable[..., list[Any]]:
 )
 @click.option("--ratios", "-r", default="4,8,16", show_default=True, callback=_numbers(float), help="Comma-separated.")
 @click.option(
+    "--compactions",
+    default="1",
+    show_default=True,
+    callback=_numbers(int),
+    help="How often to compact in a row while new text arrives, comma-separated.",
+)
+@click.option(
     "--metrics",
     default=["answers,fidelity,attention,speed"],
     show_default=True,
@@ -123,6 +131,7 @@ def command(list_tasks: bool, choice: ModelChoice, quiet: bool, as_json: bool, *
       agentcompact eval --task phonebook --lengths 1000,2000 --model ./my-model \\
           --strategies two_pass,high_attn:queries=repeat_prefill:budgets=global
       agentcompact eval --data my.jsonl
+      agentcompact eval --task needles --compactions 1,5,20 --ratios 8
     """
     from agentcompact.errors import EvaluationError, InputError
 
@@ -149,7 +158,14 @@ def _run(asked: _Asked, choice: ModelChoice, quiet: bool) -> list[CellResult]:
         from agentcompact.evaluation import EvaluationPlan, choose_strategies, evaluate, read_documents, resolve_tasks
 
         strategies = choose_strategies(asked.strategies)
-        plan = EvaluationPlan(strategies, asked.ratios, frozenset(asked.metrics), asked.seed, asked.retry_failed)
+        plan = EvaluationPlan(
+            strategies,
+            asked.ratios,
+            frozenset(asked.metrics),
+            asked.seed,
+            asked.retry_failed,
+            asked.compactions,
+        )
         tasks = resolve_tasks(asked.tasks)
         documents = [document for path in asked.data for document in read_documents(path)]
 
@@ -191,6 +207,7 @@ def _generated(
 def _describe(cell: CellResult) -> str:
     """Write a cell in one line: what it was and how many answers were right."""
     where = f"{cell.document} {cell.strategy}" + (f" {cell.ratio:g}x" if cell.ratio else "")
+    where += f", compacted {cell.compactions} times" if cell.compactions > 1 else ""
     if cell.status == "failed":
         return f"{where}: failed: {cell.error}"
     scores = [question.score for question in cell.questions if question.score is not None]

@@ -53,6 +53,7 @@ def _budgets(section: Section, cells: Sequence[CellResult], ratio: float) -> dic
     chosen: dict[str, list[Budget]] = {}
     place = (section.model, section.dtype, section.task, ratio)
     own = [c for c in cells if (c.model, c.dtype, c.task, c.ratio) == place and c.status == "ok" and c.entries_per_head]
+    own = [cell for cell in own if cell.compactions == min(each.compactions for each in own)]
     longest = max((cell.length or 0 for cell in own), default=0)
     for cell in own:
         rows = cell.entries_per_head or []

@@ -81,6 +81,13 @@ RATIO = Column(
     "ratio", lambda r: times(r.ratio), "The compaction ratio asked for: tokens over entries per head.", rank=0
 )
 STRATEGY = Column("strategy", lambda r: plain(r.strategy), rank=0, numeric=False)
+COMPACTIONS = Column(
+    "compactions",
+    lambda r: number(r.compactions, ",.0f"),
+    "How often the text was compacted in a row to the same budget; a piece of other text arrived before each but the "
+    "first.",
+    rank=0,
+)
 STATUS = Column("status", status, rank=0, numeric=False)
 
 MEASURES = (
@@ -179,7 +186,8 @@ def shown(rows: Sequence[SummaryRow]) -> list[Column]:
     lengths = [LENGTH] if any(row.length is not None for row in rows) else []
     states = [STATUS] if any(row.failed for row in rows) else []
     measures = [column for column in MEASURES if any(column.text(row) != MISSING for row in rows)]
-    return [*lengths, STRATEGY, RATIO, *measures, *states]
+    repeated = [COMPACTIONS] if any(row.compactions > 1 for row in rows) else []
+    return [*lengths, *repeated, STRATEGY, RATIO, *measures, *states]
 
 
 def glossary(rows: Sequence[SummaryRow]) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from agentcompact.evaluation.report.columns import (
+    COMPACTIONS,
     LENGTH,
     MISSING,
     RATIO,
@@ -99,7 +100,8 @@ def row_name(row: SummaryRow) -> str:
     """Name a row within its section."""
     length = f", length {row.length:,}" if row.length is not None else ""
     ratio = f" at {times(row.ratio)}" if row.ratio is not None else ""
-    return f"{plain(row.strategy)}{ratio}{length}"
+    times_compacted = f", compacted {row.compactions} times" if row.compactions > 1 else ""
+    return f"{plain(row.strategy)}{ratio}{length}{times_compacted}"
 
 
 def kind_scores(rows: Sequence[SummaryRow]) -> list[str]:
@@ -113,7 +115,7 @@ def kind_scores(rows: Sequence[SummaryRow]) -> list[str]:
 
 def by_kind(rows: Sequence[SummaryRow], score: str) -> Grid:
     """Make the table of one way of scoring by kind of question."""
-    columns = [column for column in shown(rows) if column in (LENGTH, STRATEGY, RATIO)]
+    columns = [column for column in shown(rows) if column in (LENGTH, COMPACTIONS, STRATEGY, RATIO)]
     columns += [
         _kind_column(kind, score, rows)
         for kind in sorted({kind for row in rows for kind in row.kinds})
@@ -137,8 +139,12 @@ def _grid(caption: str, rows: Sequence[SummaryRow], columns: Sequence[Column]) -
         numeric=[column.numeric for column in columns],
         lines=[[column.text(row) for column in columns] for row in rows],
         failed=[row.failed > 0 for row in rows],
-        breaks=[index > 0 and row.length != rows[index - 1].length for index, row in enumerate(rows)],
+        breaks=[index > 0 and _place(row) != _place(rows[index - 1]) for index, row in enumerate(rows)],
     )
+
+
+def _place(row: SummaryRow) -> tuple[int | None, int]:
+    return row.length, row.compactions
 
 
 def _failures(cells: Sequence[CellResult]) -> list[tuple[str, str]]:

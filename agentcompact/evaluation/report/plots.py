@@ -89,16 +89,22 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60].strip("-")
 
 
-def _panels(section: Section) -> list[Panel]:
-    return _panels_of(section, SCORES) or _panels_of(section, (KL,))
+def _panels(rows: Sequence[SummaryRow]) -> list[Panel]:
+    return _panels_of(rows, SCORES) or _panels_of(rows, (KL,))
 
 
-def _panels_of(section: Section, scores: Sequence[tuple[str, str, str, str, float]]) -> list[Panel]:
-    lengths = sorted({row.length for row in section.rows}, key=lambda length: -1 if length is None else length)
+def _once(section: Section) -> list[SummaryRow]:
+    """The rows with the fewest compactions; the others have a figure of their own."""
+    fewest = min(row.compactions for row in section.rows)
+    return [row for row in section.rows if row.compactions == fewest]
+
+
+def _panels_of(every: Sequence[SummaryRow], scores: Sequence[tuple[str, str, str, str, float]]) -> list[Panel]:
+    lengths = sorted({row.length for row in every}, key=lambda length: -1 if length is None else length)
     panels = []
     for title, field, low, high, scale in scores:
         for length in lengths:
-            rows = [r for r in section.rows if r.length == length and getattr(r, field) is not None]
+            rows = [r for r in every if r.length == length and getattr(r, field) is not None]
             if any(row.ratio is not None for row in rows):
                 name = title if length is None else f"{title}, length {length:,}"
                 panels.append(Panel(name, field, low, high, scale, rows))
@@ -143,7 +149,7 @@ def _references(axis: Axes, panel: Panel, seen: dict[str, Any]) -> None:
 
 
 def _ratio_figure(section: Section, _: Content, palette: dict[str, int]) -> tuple[str, Figure] | None:
-    panels = _panels(section)
+    panels = _panels(_once(section))
     if not panels:
         return None
     figure, axes = _axes(section.title, panels)
@@ -180,7 +186,9 @@ def _ratio_figure(section: Section, _: Content, palette: dict[str, int]) -> tupl
 def _time_figure(section: Section, _: Content, palette: dict[str, int]) -> tuple[str, Figure] | None:
     from matplotlib.ticker import FuncFormatter
 
-    panels = [p for p in _panels(section) if any(r.ratio and r.compaction_per_prefill is not None for r in p.rows)]
+    panels = [
+        p for p in _panels(_once(section)) if any(r.ratio and r.compaction_per_prefill is not None for r in p.rows)
+    ]
     if not panels:
         return None
     figure, axes = _axes(section.title, panels)
@@ -223,6 +231,48 @@ def _key(marker: str, colour: str) -> Any:
     return Line2D([], [], linestyle="", marker=marker, color=colour)
 
 
+def _rounds_figure(section: Section, _: Content, palette: dict[str, int]) -> tuple[str, Figure] | None:
+    """One panel a ratio and way of scoring, one line a strategy, over the number of compactions."""
+    if len({row.compactions for row in section.rows}) < 2:
+        return None
+    ratios = sorted({row.ratio for row in section.rows if row.ratio is not None})
+    references = [row for row in section.rows if row.ratio is None]
+    panels = [
+        Panel(f"{panel.title}, {times(ratio)}", panel.field, panel.low, panel.high, panel.scale, panel.rows)
+        for ratio in ratios
+        for panel in _panels([*references, *(row for row in section.rows if row.ratio == ratio)])
+    ]
+    if not panels:
+        return None
+    figure, axes = _axes(section.title, panels)
+    handles: dict[str, Any] = {}
+    drawn: dict[str, Any] = {}
+    for axis, panel in zip(axes, panels, strict=True):
+        for name, (label, dashes) in REFERENCES.items():
+            rows = [row for row in panel.rows if row.strategy == name]
+            if len(rows) > 1:
+                points = [panel.score(row)[0] for row in rows]
+                (drawn[label],) = axis.plot(
+                    [row.compactions for row in rows], points, color=INK, linestyle=dashes, linewidth=1.2
+                )
+            elif rows:
+                drawn[label] = axis.axhline(panel.score(rows[0])[0], color=INK, linestyle=dashes, linewidth=1.2)
+        for name, rows in _lines(panel.rows).items():
+            number = palette[name]
+            (handles[name],) = axis.plot(
+                [row.compactions for row in rows],
+                [panel.score(row)[0] for row in rows],
+                color=COLOURS[number % len(COLOURS)],
+                marker=MARKERS[number % len(MARKERS)],
+                linestyle=DASHES[number // len(COLOURS) % len(DASHES)],
+                markersize=5,
+            )
+        axis.set_xticks(sorted({row.compactions for row in panel.rows}))
+        axis.set_xlabel("compactions in a row")
+    _joined_legend(figure, handles, drawn)
+    return f"{_measure(panels)} against the number of compactions", figure
+
+
 def _joined_legend(figure: Figure, strategies: dict[str, Any], others: dict[str, Any]) -> None:
     names = [plain(name) for name in sorted(strategies)]
     legend(figure, [*(strategies[name] for name in sorted(strategies)), *others.values()], [*names, *others])
@@ -233,4 +283,9 @@ def _budget_figure(section: Section, content: Content, palette: dict[str, int]) 
 
 
 Draw = Callable[[Section, Content, "dict[str, int]"], "tuple[str, Figure] | None"]
-FIGURES: tuple[tuple[str, Draw], ...] = (("ratio", _ratio_figure), ("time", _time_figure), ("budgets", _budget_figure))
+FIGURES: tuple[tuple[str, Draw], ...] = (
+    ("ratio", _ratio_figure),
+    ("time", _time_figure),
+    ("rounds", _rounds_figure),
+    ("budgets", _budget_figure),
+)
