@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +31,16 @@ class EngineCounters:
     prefilled_tokens: int = 0
     decoded_tokens: int = 0
     compaction_tokens: int = 0
+
+    @contextmanager
+    def as_compaction(self) -> Iterator[None]:
+        """Count what is read and decoded meanwhile as compaction work, and as nothing else."""
+        prefilled, decoded = self.prefilled_tokens, self.decoded_tokens
+        try:
+            yield
+        finally:
+            self.compaction_tokens += self.prefilled_tokens - prefilled + self.decoded_tokens - decoded
+            self.prefilled_tokens, self.decoded_tokens = prefilled, decoded
 
 
 @dataclass

@@ -155,11 +155,8 @@ class TransformersEngine:
             rows = [each[:, query.shape[2] - length :] for each, length in zip(query, lengths, strict=True)]
             layers[index].span = rewrite(index, torch.cat(rows, dim=1))
 
-        with shared.observed(replace):
-            prefilled = self.counters.prefilled_tokens
+        with shared.observed(replace), self.counters.as_compaction():
             self.read_prompts(shared, turns)
-        self.counters.compaction_tokens += self.counters.prefilled_tokens - prefilled
-        self.counters.prefilled_tokens = prefilled
 
     def rotate(self, states: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
         return self._rotary.rotate(states, positions, back=back)

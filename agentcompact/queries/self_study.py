@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from agentcompact.cache import CapturedQueries, CompactedCache, PromptFormat
 from agentcompact.engines import CAPTURES_QUERIES, Engine, Progress, question_ids
@@ -79,7 +78,7 @@ def self_study_turns(
     sampling = SamplingSettings(
         max_new_tokens=answer_tokens, temperature=temperature, seed=seed % 2**63, stop=form.stop
     )
-    with counted_as_compaction(engine):
+    with engine.counters.as_compaction():
         return _study(engine, cache, list(zip(chosen, requests, strict=True)), sampling, progress)
 
 
@@ -100,18 +99,6 @@ def _study(
     replies = _answers(engine, shared, questions, sampling, progress)
     before = [*(ids for _, ids in requests), *questions]
     return [[*ids, *after] for ids, (_, after) in zip(before, [*answers, *replies], strict=True)]
-
-
-@contextmanager
-def counted_as_compaction(engine: Engine) -> Iterator[None]:
-    """Count what is read and decoded meanwhile as compaction work, and as nothing else."""
-    counters = engine.counters
-    prefilled, decoded = counters.prefilled_tokens, counters.decoded_tokens
-    try:
-        yield
-    finally:
-        counters.compaction_tokens += counters.prefilled_tokens - prefilled + counters.decoded_tokens - decoded
-        counters.prefilled_tokens, counters.decoded_tokens = prefilled, decoded
 
 
 def _request_ids(engine: Engine, form: PromptFormat, prompt: StudyPrompt) -> list[int]:

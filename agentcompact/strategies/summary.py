@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
 from agentcompact.cache import CompactedCache, Report, SlidingLayer, Span
-from agentcompact.engines import Engine, EngineCounters, question_ids
+from agentcompact.engines import Engine, question_ids
 from agentcompact.errors import BudgetError, CacheError, ContextLengthError
 from agentcompact.settings import SamplingSettings
 from agentcompact.strategies.base import CompactionRequest, Phases, Strategy, StrategySettings
@@ -69,7 +68,7 @@ class Summary(Strategy):
                 f"budget {budget:,} is too small for a summary: the text around it takes {around:,} tokens and the "
                 f"summary at least {SHORTEST}, so give {around + SHORTEST:,} or more"
             )
-        with counted_as_compaction(engine.counters):
+        with engine.counters.as_compaction():
             with phases.phase("summarise"):
                 report.summary = self._write(request, budget - around, report)
             new_ids = [*first, *self._framed_ids(request, report.summary)]
@@ -146,17 +145,6 @@ class Summary(Strategy):
     def _framed_ids(self, request: CompactionRequest, summary: str) -> list[int]:
         goes_on = request.end < request.cache.next_position
         return request.engine.encode(framed(summary, follows=request.start > 0, goes_on=goes_on))
-
-
-@contextmanager
-def counted_as_compaction(counters: EngineCounters) -> Iterator[None]:
-    """Count what is prefilled and decoded meanwhile as compaction work instead."""
-    prefilled, decoded = counters.prefilled_tokens, counters.decoded_tokens
-    try:
-        yield
-    finally:
-        counters.compaction_tokens += counters.prefilled_tokens - prefilled + counters.decoded_tokens - decoded
-        counters.prefilled_tokens, counters.decoded_tokens = prefilled, decoded
 
 
 def format_ids(engine: Engine, cache: CompactedCache) -> list[int]:
