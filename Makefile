@@ -7,7 +7,7 @@ DEMO_DOCUMENT := examples/harbour_audit.txt
 DEMO_CACHE := $(VENV)/harbour_audit.kv
 
 RESULTS := results
-RESULTS_STRATEGIES := two_pass,high_attn,streaming_llm,high_attn:queries=repeat_prefill:budgets=global,two_pass:queries=repeat_prefill:budgets=global
+RESULTS_STRATEGIES := attention_matching,high_attn,two_pass,kvzip,streaming_llm
 RESULTS_OPTIONS := --lengths 1000 --documents 4 --ratios 4,8,16 --strategies $(RESULTS_STRATEGIES) --output $(RESULTS)
 EVAL_MODEL ?=
 
@@ -23,8 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(INSTALLED) ## Compact a shipped document with the embedded model and answer questions from it
-	$(BIN)/agentcompact compact $(DEMO_DOCUMENT) -o $(DEMO_CACHE) --force \
-		--ratio 8 --strategy high_attn --set queries=repeat_prefill --set budgets=global
+	$(BIN)/agentcompact compact $(DEMO_DOCUMENT) -o $(DEMO_CACHE) --force --ratio 8
 	$(BIN)/agentcompact ask $(DEMO_CACHE) < examples/harbour_audit.questions.txt
 
 test: $(INSTALLED) ## Run the test suite

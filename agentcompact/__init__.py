@@ -2,7 +2,7 @@
 
     >>> from agentcompact import answer, compact, load_model
     >>> model = load_model("smollm2")
-    >>> cache = compact(model, open("book.txt").read(), strategy="two_pass", ratio=8)
+    >>> cache = compact(model, open("book.txt").read(), ratio=8)
     >>> print(answer(model, cache, "Who ordered the audit?")[0].text)
 
 The names below are imported on first use, so that `import agentcompact` costs nothing.

@@ -21,7 +21,7 @@ PromptKind = Literal["auto", "chat", "raw"]
 def compact(
     model: LoadedModel | Engine,
     text: str,
-    strategy: str | Strategy = "two_pass",
+    strategy: str | Strategy = "attention_matching",
     *,
     ratio: float | None = None,
     budget: int | None = None,
@@ -81,7 +81,7 @@ def compact(
 def compact_many(
     model: LoadedModel | Engine,
     texts: Sequence[str],
-    strategy: str | Strategy = "two_pass",
+    strategy: str | Strategy = "attention_matching",
     *,
     documents: Sequence[str] = (),
     **options: Any,
@@ -104,7 +104,7 @@ def compact_many(
 def recompact(
     model: LoadedModel | Engine,
     cache: CompactedCache,
-    strategy: str | Strategy = "two_pass",
+    strategy: str | Strategy = "attention_matching",
     *,
     ratio: float | None = None,
     budget: int | None = None,

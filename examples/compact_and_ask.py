@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 model = load_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 document = (HERE / "harbour_audit.txt").read_text(encoding="utf-8")
 
-cache = compact(model, document, strategy="high_attn", ratio=4, queries="repeat_prefill", budgets="global")
+cache = compact(model, document, ratio=4)
 report = cache.metadata.reports[-1]
 print(f"{report.tokens} tokens: {report.entries_before} entries -> {report.entries_after}")
 

@@ -12,7 +12,7 @@ from scipy.optimize import lsq_linear
 from tiny import tiny_model, tiny_tokens
 
 from agentcompact import CompactionRequest, TransformersEngine, make_strategy
-from agentcompact.errors import BudgetError, SettingsError
+from agentcompact.errors import BudgetError, ContextLengthError, SettingsError
 from agentcompact.strategies.attention_matching import bias_bounds
 
 TOKENS, BUDGET = 10, 4
@@ -234,3 +234,14 @@ def test_on_policy_leaves_what_is_around_a_span(engine):
 def test_on_policy_needs_queries_of_its_own():
     with pytest.raises(SettingsError, match="read behind the cache"):
         make_strategy("high_attn", on_policy=True)
+
+
+def test_default_queries_without_room_fall_back_with_a_warning(engine):
+    """The model's context ends before the text could be repeated."""
+    cache = engine.prefill(tiny_tokens(500), capture_seed=0)
+    new = compact(engine, cache, "attention_matching", budget=20)
+    (warning,) = new.metadata.reports[-1].warnings
+    assert "the prefill's own queries were used" in warning
+    assert new.held_positions == 20
+    with pytest.raises(ContextLengthError, match="repeat-prefill needs room"):
+        compact(engine, cache, "attention_matching", budget=20, queries="repeat_prefill")

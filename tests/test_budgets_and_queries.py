@@ -119,14 +119,14 @@ def test_repeat_without_room_is_refused_with_numbers():
     engine = TransformersEngine(tiny_model("llama"))
     cache = engine.prefill(tiny_tokens(480), capture_seed=0)
     with pytest.raises(ContextLengthError, match=r"480 tokens .* 512: use queries=context_prefill"):
-        recompact(engine, cache, ratio=8, queries="repeat_prefill")
+        recompact(engine, cache, "two_pass", ratio=8, queries="repeat_prefill")
 
 
 def test_no_room_for_any_query_is_said():
     engine = TransformersEngine(tiny_model("llama"), EngineSettings(capture_bytes=1))
     cache = engine.prefill(tiny_tokens(40), capture_seed=0)
     with pytest.raises(CacheError, match="capture_bytes"):
-        recompact(engine, cache, ratio=4)
+        recompact(engine, cache, "two_pass", ratio=4)
 
 
 def test_a_span_without_sampled_queries_gets_its_own():
@@ -153,7 +153,7 @@ def test_ranges_that_are_none_are_refused_before_any_work(start, stop):
 
 def test_a_stop_inside_the_compacted_span_is_refused():
     engine = TransformersEngine(tiny_model("llama"))
-    cache = compact(engine, tiny_text(40), ratio=4)
+    cache = compact(engine, tiny_text(40), "two_pass", ratio=4)
     with pytest.raises(BudgetError, match="40 are compacted already"):
         make_strategy("two_pass").compact(CompactionRequest(engine, cache, 4, start=0, stop=20))
 
@@ -162,7 +162,7 @@ def test_any_seed_works():
     engine = TransformersEngine(tiny_model("llama"))
     cache = engine.prefill(tiny_tokens(40), capture_seed=0)
     for seed in (2**40, 2**63 - 1):
-        assert recompact(engine, cache, budget=2, seed=seed, first_pass_queries=5).entries == 8
+        assert recompact(engine, cache, "two_pass", budget=2, seed=seed, first_pass_queries=5).entries == 8
 
 
 def test_heads_without_scores_get_nothing():
@@ -177,7 +177,7 @@ def test_a_part_of_which_some_heads_kept_nothing_can_be_compacted(name, budgets)
     """Positions from 183 on, of which the first compaction left some heads no entry."""
     engine = TransformersEngine(tiny_model("llama"))
     live = engine.prefill(tiny_tokens(200), capture_seed=0)
-    small = recompact(engine, live, budget=8)
+    small = recompact(engine, live, "two_pass", budget=8)
     tried = 0
     for start in range(150, 200, 3):
         lengths = [n for index, _ in small.full_layers for n in small.source(index, start, 200).lengths]
@@ -196,11 +196,11 @@ def test_captured_queries_of_a_part_do_not_stand_for_the_whole():
     engine.next_token_logits(cache, tiny_tokens(100, seed=4))
     assert not cache.captured.covers(0, 400)
     assert not cache.captured.covers(300, 400)
-    assert recompact(engine, cache, ratio=4).metadata.reports[-1].compaction_tokens == 400
+    assert recompact(engine, cache, "two_pass", ratio=4).metadata.reports[-1].compaction_tokens == 400
 
 
 def test_a_prefill_without_capture_keeps_what_was_captured():
     engine = TransformersEngine(tiny_model("llama"))
     cache = engine.prefill(tiny_tokens(40), capture_seed=0)
     engine.prefill(tiny_tokens(10, seed=4), cache)
-    assert recompact(engine, cache, budget=4, stop=40).metadata.reports[-1].compaction_tokens == 0
+    assert recompact(engine, cache, "two_pass", budget=4, stop=40).metadata.reports[-1].compaction_tokens == 0

@@ -41,7 +41,7 @@ def cache(model):
 def test_round_trip(tmp_path, kind, tail):
     model = tiny_model(kind)
     engine = TransformersEngine(model)
-    cache = compact(engine, tiny_text(60), ratio=4)
+    cache = compact(engine, tiny_text(60), "two_pass", ratio=4)
     if tail:
         engine.next_token_logits(cache, tiny_tokens(tail, seed=9))
     cache.save(tmp_path / "a.kv")
@@ -82,11 +82,11 @@ def test_a_cache_from_a_file_can_be_compacted_again(tmp_path, model, cache):
 
     cache.save(tmp_path / "a.kv")
     read = CompactedCache.load(tmp_path / "a.kv", model)
-    again = recompact(model, read, ratio=24)
+    again = recompact(model, read, "two_pass", ratio=24)
     assert again.entries == cache.entries // 3
     assert again.metadata.reports[-1].compaction_tokens == 120
     assert cache.captured is None  # a compacted cache keeps no queries alive
-    direct = recompact(model, cache, ratio=24)
+    direct = recompact(model, cache, "two_pass", ratio=24)
     assert torch.allclose(direct.layers[0].span.bias, again.layers[0].span.bias, atol=1e-4)
 
 

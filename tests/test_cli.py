@@ -107,7 +107,7 @@ def test_compact_ask_inspect(run, book, folder, tmp_path):
     assert one.strip() == out.splitlines()[1]
     code, out, err = run("inspect", "book.kv")
     assert code == 0, err
-    for part in ("two_pass", "shortlist=5.0", "120", "llama", "sha256", "a head", "bias"):
+    for part in ("attention_matching", "ridge=1e-06", "120", "llama", "sha256", "a head", "bias"):
         assert part in out
 
 
@@ -440,7 +440,7 @@ def test_interactive_questions_in_a_terminal(run, book, folder, tmp_path):
     run("compact", book, "-m", folder)
     process, master = spawn(tmp_path, "ask", "book.kv", "-n", 4)
     try:
-        assert "Questions about book.txt (120 tokens, two_pass 8.0x)" in read_until(master, r"> $")
+        assert "Questions about book.txt (120 tokens, attention_matching 8.0x)" in read_until(master, r"> $")
         os.write(master, b"w5 w6\n")
         assert re.search(r"w\d+", read_until(master, r"\n.*> $"))
         os.write(master, b"\n")
@@ -453,7 +453,7 @@ def test_interactive_questions_in_a_terminal(run, book, folder, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_leaves_no_file(folder, book, tmp_path, number):
     """Interrupted while it starts, loads or works: one line, exit code 130, no file."""
-    for pattern in ("starting", "prefill|reading|loading|two_pass"):
+    for pattern in ("starting", "prefill|reading|loading|attention_matching"):
         process, master = spawn(tmp_path, "compact", book, "-m", folder)
         try:
             read_until(master, pattern)
@@ -479,5 +479,5 @@ def test_progress_in_a_terminal(folder, book, tmp_path):
     finally:
         process.kill()
         os.close(master)
-    for phase in ("prefill", "two_pass: layers", "writing"):
+    for phase in ("prefill", "attention_matching: scores", "writing"):
         assert phase in text

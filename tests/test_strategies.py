@@ -241,7 +241,7 @@ def test_requests_that_cannot_be_met(engine, name):
 def test_eight_to_one_is_the_default(engine):
     cache = compact(engine, tiny_text(33))
     assert cache.held_positions == math.ceil(33 / 8)
-    assert cache.metadata.reports[-1].strategy == "two_pass"
+    assert cache.metadata.reports[-1].strategy == "attention_matching"
 
 
 def test_an_unknown_strategy_names_the_nearest(engine):

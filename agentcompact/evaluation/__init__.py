@@ -1,7 +1,7 @@
 """Measuring strategies: documents with questions, metrics, a runner that can be stopped, and reports.
 
 >>> from agentcompact.evaluation import EvaluationPlan, choose_strategies, evaluate, read_documents
->>> plan = EvaluationPlan(choose_strategies(["two_pass", "high_attn:budgets=global"]), ratios=[4, 8])
+>>> plan = EvaluationPlan(choose_strategies(["attention_matching", "two_pass:shortlist=3"]), ratios=[4, 8])
 >>> cells = evaluate(engine, read_documents(Path("my.jsonl")), plan, Path("results"))
 """
 

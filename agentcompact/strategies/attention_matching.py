@@ -16,6 +16,7 @@ from torch import Tensor
 
 from agentcompact.cache import Report, Span
 from agentcompact.engines import CAPTURES_QUERIES, Engine
+from agentcompact.errors import ContextLengthError
 from agentcompact.fitting.attention_statistics import AttentionStatistics, attention_statistics
 from agentcompact.fitting.budgets import BudgetKind, allocate, check_shares, read_shares
 from agentcompact.fitting.fit import fit_bias, fit_values
@@ -64,7 +65,7 @@ class AttentionMatching(Strategy):
         if self.settings.on_policy:
             return self._on_policy(request, spans, shares, phases)
         with phases.phase("reference queries"):
-            queries = self.queries_of(request)
+            queries = self._queries(request, report)
         indices = [index for index, _ in request.cache.full_layers]
         if kind != "global":
             counts = counts_by_length(kind, spans, request.budget, shares)
@@ -134,9 +135,19 @@ class AttentionMatching(Strategy):
         if shares is not None:
             check_shares(shares, [engine.geometry.kv_heads] * len(engine.geometry.full_layers))
 
-    def queries_of(self, request: CompactionRequest) -> ReferenceQueries:
+    def _queries(self, request: CompactionRequest, report: Report) -> ReferenceQueries:
+        """Gather the reference queries; the prefill's own where others have no room and were not asked for."""
+        try:
+            return self._queries_of(self.settings.query_kinds, request)
+        except ContextLengthError as error:
+            if "queries" in self.settings.model_fields_set or self.settings.query_kinds == ["context_prefill"]:
+                raise
+            report.warnings.append(f"the prefill's own queries were used, which keep less: {error}")
+            return self._queries_of(["context_prefill"], request)
+
+    def _queries_of(self, kinds: Sequence[str], request: CompactionRequest) -> ReferenceQueries:
         return reference_queries(
-            self.settings.query_kinds,
+            kinds,
             request.engine,
             request.cache,
             request.start,

@@ -13,10 +13,10 @@ from agentcompact.strategies.base import StrategySettings
 
 
 class AttentionMatchingSettings(StrategySettings):
-    """The steps of attention matching, and what each needs."""
+    """The steps of attention matching, and what each needs; the defaults are what kept most answers when measured."""
 
     queries: str = Field(
-        "context_prefill",
+        "repeat_prefill",
         description="reference queries, joined by +: context_prefill, the prefill's own (free); repeat_prefill, of "
         "repeating the context (slower, far better); self_study, of the model's questions and answers about it",
     )
@@ -30,7 +30,7 @@ class AttentionMatchingSettings(StrategySettings):
     study_prompts: int = Field(PROMPTS, ge=1, description="self_study: prompts that are answered")
     study_tokens: int = Field(ANSWER_TOKENS, ge=1, description="self_study: most tokens of an answer")
     budgets: BudgetKind = Field(
-        "uniform",
+        "global",
         description="entries of each head: equally many; by one ranking over all layers and heads (global) or within "
         "each layer (adakv); fewer in deeper layers (pyramid); or in the proportions of a file",
     )
@@ -82,3 +82,13 @@ class AttentionMatchingSettings(StrategySettings):
         if self.budgets == "file" and self.budgets_file is None:
             raise ValueError("budgets=file needs a budgets_file")
         return self
+
+
+class PresetSettings(AttentionMatchingSettings):
+    """The defaults of the published presets: the prefill's own queries, and equally many entries a head."""
+
+    queries: str = Field(
+        "context_prefill",
+        description=AttentionMatchingSettings.model_fields["queries"].description,
+    )
+    budgets: BudgetKind = Field("uniform", description=AttentionMatchingSettings.model_fields["budgets"].description)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agentcompact.strategies.attention_matching import AttentionMatching
+from agentcompact.strategies.attention_matching_settings import PresetSettings
 
 
 class HighAttention(AttentionMatching):
@@ -13,3 +14,4 @@ class HighAttention(AttentionMatching):
 
     name = "high_attn"
     summary = "keys of the highest attention over all queries; biases and values fitted to the full cache"
+    settings_type = PresetSettings

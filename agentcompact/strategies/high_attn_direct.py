@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from agentcompact.strategies.attention_matching import AttentionMatching
-from agentcompact.strategies.attention_matching_settings import AttentionMatchingSettings
+from agentcompact.strategies.attention_matching_settings import PresetSettings
 
 
-class HighAttentionDirectSettings(AttentionMatchingSettings):
+class HighAttentionDirectSettings(PresetSettings):
     values: Literal["least_squares", "direct"] = Field("direct", description="fitted or original values")
 
 

@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from agentcompact.strategies.attention_matching import AttentionMatching
-from agentcompact.strategies.attention_matching_settings import AttentionMatchingSettings
+from agentcompact.strategies.attention_matching_settings import PresetSettings
 
 
-class HighAttentionRedistDirectSettings(AttentionMatchingSettings):
+class HighAttentionRedistDirectSettings(PresetSettings):
     bias: Literal["nnls", "redistribute", "none"] = Field(
         "redistribute", description="how the entries get their biases"
     )

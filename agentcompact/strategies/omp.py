@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from agentcompact.strategies.attention_matching import AttentionMatching
-from agentcompact.strategies.attention_matching_settings import AttentionMatchingSettings
+from agentcompact.strategies.attention_matching_settings import PresetSettings
 
 
-class OrthogonalMatchingPursuitSettings(AttentionMatchingSettings):
+class OrthogonalMatchingPursuitSettings(PresetSettings):
     keys: Literal["highest_attention", "two_pass", "omp"] = Field("omp", description="key selection")
 
 

@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from agentcompact.strategies.attention_matching import AttentionMatching
-from agentcompact.strategies.attention_matching_settings import AttentionMatchingSettings
+from agentcompact.strategies.attention_matching_settings import PresetSettings
 
 
-class TwoPassSettings(AttentionMatchingSettings):
+class TwoPassSettings(PresetSettings):
     keys: Literal["highest_attention", "two_pass"] = Field("two_pass", description="key selection")
     bias: Literal["nnls", "redistribute", "none"] = Field(
         "redistribute", description="how the entries get their biases"

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 )
 @click.option("--ratio", "-r", type=float, help="Keep one entry in this many. [default: 8]")
 @click.option("--budget", "-b", type=int, help="Entries to keep per layer and KV head, instead of a ratio.")
-@click.option("--strategy", "-s", default="two_pass", show_default=True, help="See `agentcompact strategies`.")
+@click.option(
+    "--strategy", "-s", default="attention_matching", show_default=True, help="See `agentcompact strategies`."
+)
 @click.option("--set", "pairs", multiple=True, metavar="NAME=VALUE", help="A setting of the strategy; repeatable.")
 @click.option(
     "--block",
@@ -67,8 +69,8 @@ def command(
 
     \b
     Example:
-      agentcompact compact book.txt -o book.kv --ratio 8 --strategy two_pass
-      agentcompact compact book.txt --budget 256 --set shortlist=3 --model ./my-model
+      agentcompact compact book.txt -o book.kv --ratio 8
+      agentcompact compact book.txt --budget 256 --strategy two_pass --set shortlist=3 --model ./my-model
       agentcompact compact docs/*.txt -O compacted/ --block 4096
     """
     from agentcompact.errors import BudgetError

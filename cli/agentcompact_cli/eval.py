@@ -129,7 +129,7 @@ def command(list_tasks: bool, choice: ModelChoice, quiet: bool, as_json: bool, *
     Example:
       agentcompact eval --task needles --strategies all --ratios 4,8,16 -o results/
       agentcompact eval --task phonebook --lengths 1000,2000 --model ./my-model \\
-          --strategies two_pass,high_attn:queries=repeat_prefill:budgets=global
+          --strategies attention_matching,two_pass:shortlist=3,kvzip
       agentcompact eval --data my.jsonl
       agentcompact eval --task needles --compactions 1,5,20 --ratios 8
     """
