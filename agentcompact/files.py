@@ -42,7 +42,7 @@ def atomic_output(path: Path, *, overwrite: bool, private: bool = True) -> Itera
     """
     check_output(path, overwrite=overwrite)
     temporary: Path | None = None
-    prefix = f".{path.name[:60]}."
+    prefix = f".{path.name.encode()[:60].decode(errors='ignore')}."
     try:
         _remove_stale(path.parent, prefix)
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=PART, dir=path.parent)

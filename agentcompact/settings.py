@@ -65,7 +65,7 @@ def read_value(text: str) -> Any:
     """Read a setting's value as people write it: JSON where it can be read as JSON, else the text itself."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -136,7 +136,7 @@ def test_a_span_without_sampled_queries_gets_its_own():
     few = TransformersEngine(model, EngineSettings(capture_bytes=4 * bytes_each))
     cache = few.prefill(tiny_tokens(40), capture_seed=0)
     assert len(cache.captured) == 4
-    small = recompact(few, cache, budget=2, start=30)
+    small = recompact(few, cache, "two_pass", budget=2, start=30)
     assert small.metadata.reports[-1].compaction_tokens == 40
     for _, layer in small.full_layers:
         assert torch.isfinite(layer.span.bias).all()

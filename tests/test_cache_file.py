@@ -33,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def cache(model):
-    return compact(model, tiny_text(120), ratio=8, document="words.txt")
+    return compact(model, tiny_text(120), "two_pass", ratio=8, document="words.txt")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -259,7 +259,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, cache):
         from tiny import tiny_model, tiny_text
         from agentcompact import compact
         from agentcompact.errors import WriteError
-        cache = compact(tiny_model("llama"), tiny_text(120), ratio=2)
+        cache = compact(tiny_model("llama"), tiny_text(120), "two_pass", ratio=2)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
         try:

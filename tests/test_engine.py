@@ -20,7 +20,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def cache(engine):
-    return compact(engine, tiny_text(80), ratio=4, prompt="raw")
+    return compact(engine, tiny_text(80), "two_pass", ratio=4, prompt="raw")
 
 
 def decode(engine, cache, prompts, **settings):
@@ -132,7 +132,7 @@ def test_decoding_one_sequence_keeps_its_token_ids(engine):
 
 def test_counters(engine):
     fresh = TransformersEngine(engine.model)
-    cache = compact(fresh, tiny_text(40), ratio=4, prompt="raw")
+    cache = compact(fresh, tiny_text(40), "two_pass", ratio=4, prompt="raw")
     assert (fresh.counters.prefilled_tokens, fresh.counters.compaction_tokens) == (40, 0)
     answer(fresh, cache, ["w5", "w6"], max_new_tokens=3)
     assert fresh.counters.decoded_tokens == 6

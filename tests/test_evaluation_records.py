@@ -105,3 +105,21 @@ def test_files_that_are_none(path, tmp_path):
     path.write_bytes(b'{"id": "\xff"}')
     with pytest.raises(DocumentError, match="not UTF-8"):
         read_documents(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 200_000, "line 2: not JSON that can be read"),
+        (line(length=1)[:-1] + ', "x": ' + "1" * 5000 + "}", "line 2: not JSON that can be read"),
+        (question(options=[" a", " \n"]), "an option of the question 'What is it?' is blank"),
+        (question(label=True), "line 2: questions[0].label: "),
+    ],
+    ids=["brackets", "digits", "blank option", "label"],
+)
+def test_json_that_no_reader_takes(path, text, said):
+    path.write_text(line(id="first") + "\n" + text + "\n", encoding="utf-8")
+    with pytest.raises(DocumentError) as error:
+        read_documents(path)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)

@@ -19,8 +19,8 @@ from agentcompact.evaluation.report import terminal_tables, write_report
 from agentcompact.evaluation.report.columns import interval, number, plain, small
 from agentcompact.evaluation.report.csv_file import csv_text
 from agentcompact.evaluation.report.markdown import code
-from agentcompact.evaluation.results import FULL, NO_CONTEXT, CellResult, QuestionResult
-from agentcompact.evaluation.summary import SummaryRow, latest, summarise
+from agentcompact.evaluation.results import FULL, NO_CONTEXT, CellResult, QuestionResult, latest
+from agentcompact.evaluation.summary import SummaryRow, summarise
 from agentcompact_cli.report import command
 
 EVIL = "a_b <script>alert(1)</script> | *x* `y` [red]z[/red] $q$ &amp; _"
@@ -124,7 +124,7 @@ def test_accuracy_interval_and_counts():
 
 def test_questions_without_answers_do_not_count():
     (row,) = summarise([cell("s", None, 1.0, None, choices=(1.0, 0.0, 0.0))])
-    assert (row.questions, row.accuracy) == (3, 1.0)
+    assert (row.questions, row.choices, row.accuracy) == (1, 3, 1.0)
     assert row.choice_accuracy == pytest.approx(1 / 3)
     (row,) = summarise([cell("s", None)])
     assert (row.accuracy, row.accuracy_low) == (None, None)
@@ -184,7 +184,7 @@ def test_kinds():
     ]
     kinds = summarise(made)[0].kinds
     assert list(kinds) == ["", "when", "who"]
-    assert (kinds["who"].questions, kinds["when"].questions, kinds[""].questions) == (3, 1, 1)
+    assert (kinds["who"].questions, kinds["when"].questions, kinds[""].questions) == (3, 1, 0)
     assert kinds["who"].accuracy == pytest.approx(2 / 3)
     assert (kinds["who"].choice_accuracy, kinds["when"].choice_accuracy) == (0, 1)
     assert kinds[""].accuracy is None
@@ -199,7 +199,7 @@ def test_seeds_of_a_document_are_one_document():
 
 def test_later_results_supersede_earlier_ones():
     made = [failure("s", ratio=4), cell("s", 0, ratio=4, seed=1), cell("s", 1, ratio=4)]
-    kept = latest(made)
+    kept = list(latest(made).values())
     assert [(c.seed, c.status) for c in kept] == [(0, "ok"), (1, "ok")]
     (row,) = summarise(made)
     assert (row.failed, row.error, row.accuracy) == (0, None, 0.5)

@@ -303,3 +303,100 @@ def test_the_report_draws_the_compactions(engine, tmp_path):
     names = [path.name for path in write_report(cells, tmp_path / "report")]
     assert any(name.endswith("-rounds.png") for name in names)
     assert "compactions" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_settings_count_also_where_they_are_defaults(engine, tmp_path):
+    """Another version's defaults, or another content of a file, are another cell, told apart in the report."""
+    shares = tmp_path / "shares.json"
+    word = f"high_attn:budgets=file:budgets_file={shares}"
+    kept = []
+    for proportions in ([[1, 1], [1, 1]], [[9, 1], [1, 1]]):
+        shares.write_text(json.dumps(proportions))
+        kept.append(evaluate(engine, DOCUMENTS[:1], plan([word], [4]), tmp_path / "results")[-1].entries_per_head)
+    assert kept[0] != kept[1]
+    cells, _ = read_results(tmp_path / "results")
+    labels = [row.strategy for row in summarise(cells) if row.ratio]
+    assert len(labels) == len(set(labels)) == 2
+    older = cells[-1].model_copy(update={"settings": {**cells[-1].settings, "ridge": 0.5}})
+    assert {label for label in (row.strategy for row in summarise([cells[-1], older])) if "ridge=0.5" in label}
+
+
+def test_models_are_known_by_their_fingerprints(engine, tmp_path):
+    cells = evaluate(engine, DOCUMENTS[:1], plan(["two_pass"], [4]), tmp_path)
+    other = [cell.model_copy(update={"fingerprint": "0123456789"}) for cell in cells]
+    assert len({row.model for row in summarise([*cells, *other])}) == 2
+    renamed = [cell.model_copy(update={"model": "moved"}) for cell in cells[2:]]
+    assert {row.model for row in summarise([*cells[:2], *renamed])} == {"moved"}
+
+
+def test_what_was_measured_is_not_lost(engine, tmp_path):
+    """Other metrics are added to those there are, and a failure never takes the place of a success."""
+    few = {"strategies": ["two_pass"], "ratios": [2]}
+    evaluate(engine, DOCUMENTS[:1], plan(**few, metrics=frozenset({"fidelity"})), tmp_path)
+    cells = evaluate(engine, DOCUMENTS[:1], plan(**few, metrics=frozenset({"speed"})), tmp_path)
+    assert all(cell.kl is not None for cell in cells)
+    assert cells[-1].decode_tokens_per_second > 0
+    steps = []
+    evaluate(engine, DOCUMENTS[:1], plan(**few, metrics=frozenset({"fidelity", "speed"})), tmp_path, steps.append)
+    assert steps == []
+    failed = cells[-1].model_copy(update={"status": "failed", "error": "out of memory"})
+    assert [row.failed for row in summarise([*cells, failed])] == [0, 0, 0]
+
+
+def test_a_document_that_is_given_twice_is_measured_once(engine, tmp_path):
+    steps = []
+    evaluate(engine, [DOCUMENTS[0], DOCUMENTS[0]], plan(["two_pass"], [2]), tmp_path, steps.append)
+    assert len(steps) == 3
+
+
+def test_ids_in_any_script_have_a_file(engine, tmp_path):
+    named = DOCUMENTS[0].model_copy(update={"id": "\u6f22" * 90 + "/../x"})
+    cells = evaluate(engine, [named], plan(["two_pass"], [2]), tmp_path)
+    assert {cell.status for cell in cells} == {"ok"}
+    (path,) = (tmp_path / "documents").iterdir()
+    assert read_documents(path) == [named]
+
+
+def test_logits_that_are_no_numbers_fail(tmp_path):
+    model = tiny_model("llama")
+    model.causal_lm.lm_head.weight.data.fill_(float("nan"))
+    cells = evaluate(TransformersEngine(model), DOCUMENTS[:1], plan(["two_pass"], [2]), tmp_path)
+    assert {cell.status for cell in cells} == {"failed"}
+    assert "not finite here: try another --dtype" in cells[0].error
+
+
+def test_an_option_without_tokens_is_named(engine, tmp_path):
+    odd = Document(
+        id="odd",
+        context=tiny_text(30),
+        questions=(Question(question="w5", options=("w6", "\u200b\u00a0"), label=0),),
+    )
+    cells = evaluate(engine, [odd], plan(["two_pass"], [2]), tmp_path)
+    assert cells[0].error in (None, "an option of the question 'w5' has no tokens")
+
+
+def test_results_that_were_edited_by_hand(engine, tmp_path):
+    evaluate(engine, DOCUMENTS[:1], plan(["two_pass"], [2]), tmp_path)
+    path = tmp_path / "results.jsonl"
+    data = path.read_bytes()
+    path.write_bytes(b"\xef\xbb\xbf" + data + b"\n")
+    assert len(read_results(tmp_path)[0]) == 3
+    path.write_bytes(data.replace(b'"ratio":2.0', b'"ratio":0.0'))
+    with pytest.raises(DocumentError, match=r"line 3 is no result .*: take that line out"):
+        read_results(tmp_path)
+    assert oct(path.stat().st_mode & 0o777) == "0o600"
+
+
+def test_the_number_of_questions_is_that_of_the_scored_ones(engine, tmp_path):
+    mixed = Document(
+        id="mixed",
+        context=tiny_text(30),
+        questions=(
+            Question(question="w5", answers=("w6",), kind="a"),
+            Question(question="w7", answers=("w6",), kind="a"),
+            Question(question="w8", options=("w6", "w9"), label=0, kind="a"),
+        ),
+    )
+    row = summarise(evaluate(engine, [mixed], plan(["two_pass"], [2]), tmp_path))[0]
+    assert (row.questions, row.choices) == (2, 1)
+    assert (row.kinds["a"].questions, row.kinds["a"].choices) == (2, 1)

@@ -112,7 +112,8 @@ def test_twenty_rounds_of_appending_and_compacting(prefilled, name):
 
     The mass that a compaction with biases keeps, of what was there before it, stays near the first one's.
     """
-    engine, _, _ = prefilled
+    _, _, width = prefilled
+    engine = TransformersEngine(tiny_model("llama", initializer_range=width, max_position_embeddings=1024))
     step, budget, rounds = 20, 32, 20
     tokens = tiny_tokens(budget + step * rounds, seed=3)
     cache = engine.prefill(tokens[:budget], capture_seed=0)

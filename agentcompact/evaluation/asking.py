@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentcompact.cache import CompactedCache
 from agentcompact.engines import Engine, PromptBatch
+from agentcompact.errors import CacheError, DocumentError
 from agentcompact.evaluation.metrics.answers import answer_score, mean_log_probability
 from agentcompact.evaluation.records import Question
 from agentcompact.evaluation.results import QuestionResult
@@ -43,15 +44,14 @@ class Asked:
 
 
 def encode_questions(engine: Engine, questions: Sequence[Question], before: Sequence[int] = ()) -> list[Prompt]:
-    """Turn questions into token ids; `before` goes in front of each."""
-    return [
-        Prompt(
-            question,
-            [*before, *engine.encode(question.question)],
-            [engine.encode(option) for option in question.options],
-        )
-        for question in questions
-    ]
+    """Turn questions into token ids; `before` goes in front of each. Raises DocumentError for an empty option."""
+    prompts = []
+    for question in questions:
+        options = [engine.encode(option) for option in question.options]
+        if not all(options):
+            raise DocumentError(f"an option of the question {question.question.strip()!r} has no tokens")
+        prompts.append(Prompt(question, [*before, *engine.encode(question.question)], options))
+    return prompts
 
 
 def ask(
@@ -73,6 +73,7 @@ def ask(
         part = [prompts[index] for index in indices]
         room = part[0].question.max_new_tokens
         batch = engine.read_prompts(shared.fork(len(part)), [prompt.token_ids for prompt in part], room)
+        _check_finite(batch.logits)
         answers = engine.decode_batch(batch.fork(), SamplingSettings(max_new_tokens=room))
         choices = _likeliest_options(engine, batch, part)
         for index, prompt, answer, choice in zip(indices, part, answers, choices, strict=True):
@@ -85,6 +86,12 @@ def ask(
             for row, made in zip(rows, engine.continuation_logits(batch.select(rows), wanted), strict=True):
                 asked.logits[indices[row]] = made
     return asked
+
+
+def _check_finite(logits: Tensor) -> None:
+    """Raise CacheError for logits that are no numbers: every answer from them would look like one."""
+    if not bool(logits.isfinite().all()):
+        raise CacheError("the model's logits are not finite here: try another --dtype, float32 or bfloat16")
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[int]]:

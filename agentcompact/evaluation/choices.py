@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from agentcompact.errors import SettingsError
 from agentcompact.evaluation.results import FULL, NO_CONTEXT
@@ -17,10 +20,14 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """A strategy and the label it has in results: its name, and the settings that are not its defaults."""
+    """A strategy and the label it has in results: its name, and the settings that are not its defaults.
+
+    settings: all of them, with a hash of what is in the files that they name.
+    """
 
     label: str
     strategy: Strategy
+    settings: dict[str, Any]
 
 
 def choose_strategies(words: Sequence[str]) -> list[StrategyChoice]:
@@ -47,7 +54,11 @@ def _choose(word: str) -> StrategyChoice:
     if name in (FULL, NO_CONTEXT):
         raise SettingsError(f"'{name}' is always measured and need not be named")
     strategy = make_strategy(name, **dict(_pair(pair) for pair in pairs))
-    return StrategyChoice(label_of(strategy), strategy)
+    settings = strategy.settings.model_dump(mode="json")
+    for key, value in list(settings.items()):
+        if key.endswith("_file") and isinstance(value, str) and Path(value).is_file():
+            settings[f"{key}_sha256"] = hashlib.sha256(Path(value).read_bytes()).hexdigest()
+    return StrategyChoice(label_of(strategy), strategy, settings)
 
 
 def _pair(pair: str) -> tuple[str, object]:

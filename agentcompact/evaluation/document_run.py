@@ -200,7 +200,7 @@ class DocumentRun:
             "tokens": self._tokens,
             "length": self.document.length,
             "strategy": label,
-            "settings": {} if choice is None else choice.strategy.settings.model_dump(mode="json"),
+            "settings": {} if choice is None else choice.settings,
             "ratio": ratio,
             "compactions": self.compactions,
             "seed": self.seed,

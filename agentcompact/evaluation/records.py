@@ -33,7 +33,7 @@ class Question(BaseModel):
     answers: tuple[NonEmpty, ...] = ()
     match: Literal["any", "all"] = "any"
     options: tuple[NonEmpty, ...] = ()
-    label: int | None = Field(None, ge=0)
+    label: int | None = Field(None, ge=0, strict=True)
     kind: str = ""
     max_new_tokens: int = Field(ANSWER_TOKENS, ge=1)
 
@@ -105,6 +105,8 @@ def _parse(line: str, where: str) -> Document:
         content = json.loads(line)
     except json.JSONDecodeError as error:
         raise DocumentError(f"{where}: not JSON: {error.msg} at character {error.pos + 1:,}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        raise DocumentError(f"{where}: not JSON that can be read: {error}") from error
     if not isinstance(content, dict):
         raise DocumentError(f"{where}: an object with id, context and questions is needed")
     try:
@@ -115,6 +117,9 @@ def _parse(line: str, where: str) -> Document:
     for name, text in (("context", document.context), *((q.question, q.question) for q in document.questions)):
         if not text.strip():
             raise DocumentError(f"{where}: {name if name == 'context' else 'a question'} is blank")
+    for question in document.questions:
+        if not all(option.strip() for option in question.options):
+            raise DocumentError(f"{where}: an option of the question {question.question.strip()!r} is blank")
     return document
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,7 +14,7 @@ NO_CONTEXT = "no_context"
 """The cell of the questions alone, without the document."""
 
 
-CellKey = tuple[str, str, str, str, "float | None", int, int]
+CellKey = tuple[str, str, str, str, str, "float | None", int, int]
 
 
 class QuestionResult(BaseModel):
@@ -22,7 +24,7 @@ class QuestionResult(BaseModel):
     option with the highest mean log-probability; choice_score: 1 or 0; None without options.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     kind: str = ""
     answer: str = ""
@@ -44,7 +46,7 @@ class CellResult(BaseModel):
     entries_per_head: per compacted layer and KV head. held_positions: average entries per layer and head.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     model: str
     fingerprint: str
@@ -56,8 +58,8 @@ class CellResult(BaseModel):
     length: int | None = None
     strategy: str
     settings: dict[str, Any] = Field(default_factory=dict)
-    ratio: float | None = None
-    compactions: int = 1
+    ratio: float | None = Field(None, ge=1)
+    compactions: int = Field(1, ge=1)
     seed: int = 0
     metrics: list[str] = Field(default_factory=list)
     status: Literal["ok", "failed"] = "ok"
@@ -82,4 +84,35 @@ class CellResult(BaseModel):
     @property
     def key(self) -> CellKey:
         """What makes two results those of the same cell."""
-        return (self.fingerprint, self.dtype, self.digest, self.strategy, self.ratio, self.compactions, self.seed)
+        return cell_key(
+            self.fingerprint, self.dtype, self.digest, self.strategy, self.settings,
+            self.ratio, self.compactions, self.seed,
+        )  # fmt: skip
+
+    def supersedes(self, earlier: CellResult) -> bool:
+        """Whether this result counts instead of an earlier one of the same cell: not if it alone failed."""
+        return self.status == "ok" or earlier.status == "failed"
+
+
+def cell_key(
+    fingerprint: str,
+    dtype: str,
+    digest: str,
+    strategy: str,
+    settings: dict[str, Any],
+    ratio: float | None,
+    compactions: int,
+    seed: int,
+) -> CellKey:
+    """Say which cell it is; all settings count, also those with their defaults, which another version may change."""
+    written = json.dumps(settings, sort_keys=True)
+    return (fingerprint, dtype, digest, strategy, written, ratio, compactions, seed)
+
+
+def latest(cells: Iterable[CellResult]) -> dict[CellKey, CellResult]:
+    """Return the result of each cell that counts: the last one, but a failure never instead of a success."""
+    chosen: dict[CellKey, CellResult] = {}
+    for cell in cells:
+        if cell.key not in chosen or cell.supersedes(chosen[cell.key]):
+            chosen[cell.key] = cell
+    return chosen

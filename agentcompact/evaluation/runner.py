@@ -12,11 +12,12 @@ from agentcompact.errors import SettingsError
 from agentcompact.evaluation.choices import StrategyChoice
 from agentcompact.evaluation.document_run import METRICS, DocumentRun
 from agentcompact.evaluation.records import Document
-from agentcompact.evaluation.results import FULL, NO_CONTEXT, CellKey, CellResult
+from agentcompact.evaluation.results import FULL, NO_CONTEXT, CellKey, CellResult, cell_key
 from agentcompact.evaluation.store import ResultStore, open_store
 from agentcompact.settings import resolve_budget, suggestion
 
 WARM_UP_TOKENS = 32
+MOST_COMPACTIONS = 1000
 Cell = tuple[str, float | None, StrategyChoice | None, int]
 """A strategy's label, its ratio, the strategy, and how often it compacts."""
 
@@ -56,8 +57,10 @@ class EvaluationPlan:
                 )
         for ratio in self.ratios:
             resolve_budget(1, ratio=ratio)
-        if not self.compactions or min(self.compactions) < 1:
-            raise SettingsError(f"compactions={list(self.compactions)}: numbers of at least 1 are needed")
+        if not self.compactions or min(self.compactions) < 1 or max(self.compactions) > MOST_COMPACTIONS:
+            raise SettingsError(
+                f"compactions={list(self.compactions)}: numbers from 1 to {MOST_COMPACTIONS:,} are needed"
+            )
 
     def cells(self) -> list[Cell]:
         """The cells of each document; the full cache first, since the others are compared with it."""
@@ -83,6 +86,7 @@ def evaluate(
     prefilled once for all its cells. Raises what `open_store` raises; a cell that fails is recorded as failed.
     """
     with open_store(folder) as store:
+        documents = list({document.digest: document for document in documents}.values())
         todo = [(document, _missing(engine, document, plan, store)) for document in documents]
         clock = _Clock(sum(len(cells) for _, cells in todo))
         if clock.total:
@@ -90,8 +94,8 @@ def evaluate(
         for document, cells in todo:
             if cells:
                 store.keep_document(document)
-            run = DocumentRun(engine, document, plan.metrics | {"answers"}, plan.seed)
-            for label, ratio, choice, times in cells:
+            run = DocumentRun(engine, document, _metrics(cells, plan), plan.seed)
+            for (label, ratio, choice, times), _ in cells:
                 run = run.after(times)
                 result = run.measure(label, ratio, choice)
                 store.add(result)
@@ -104,22 +108,38 @@ def evaluate(
 
 def _keys(engine: Engine, document: Document, plan: EvaluationPlan) -> Iterator[CellKey]:
     known = engine.describe()
-    for label, ratio, _, times in plan.cells():
-        yield (known.model_fingerprint, known.model_dtype, document.digest, label, ratio, times, plan.seed)
+    for label, ratio, choice, times in plan.cells():
+        settings = {} if choice is None else choice.settings
+        yield cell_key(
+            known.model_fingerprint, known.model_dtype, document.digest, label, settings, ratio, times, plan.seed
+        )
 
 
-def _missing(engine: Engine, document: Document, plan: EvaluationPlan, store: ResultStore) -> list[Cell]:
-    """The cells of a document that have no result, one without a metric that is wanted, or a failure to be retried."""
-    missing = []
+def _missing(
+    engine: Engine, document: Document, plan: EvaluationPlan, store: ResultStore
+) -> list[tuple[Cell, CellResult | None]]:
+    """The cells of a document to be measured, each with the result it has already, if any.
+
+    Those without a result, without a metric that is wanted, and failures that are to be retried.
+    """
+    missing: list[tuple[Cell, CellResult | None]] = []
     for cell, key in zip(plan.cells(), _keys(engine, document, plan), strict=True):
         result = store.cells.get(key)
-        if (
-            result is None
-            or not plan.metrics <= {*result.metrics, "answers"}
-            or (plan.retry_failed and result.status == "failed")
-        ):
-            missing.append(cell)
+        if result is None:
+            wanted = True
+        elif result.status == "failed":
+            wanted = plan.retry_failed
+        else:
+            wanted = not plan.metrics <= {*result.metrics, "answers"}
+        if wanted:
+            missing.append((cell, result))
     return missing
+
+
+def _metrics(cells: Sequence[tuple[Cell, CellResult | None]], plan: EvaluationPlan) -> frozenset[str]:
+    """What is measured of a document: what is wanted, and what its cells have already, so that nothing is lost."""
+    known = {metric for _, result in cells if result is not None for metric in result.metrics}
+    return plan.metrics | (known & set(METRICS)) | {"answers"}
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from agentcompact.errors import DocumentError, InputError, WriteError
 from agentcompact.evaluation.records import Document, to_lines
-from agentcompact.evaluation.results import CellResult
+from agentcompact.evaluation.results import CellResult, latest
 from agentcompact.files import atomic_output
 
 RESULTS = "results.jsonl"
@@ -26,8 +26,8 @@ class ResultStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         cells, cut_off = read_results(folder) if (folder / RESULTS).exists() else ([], False)
-        self.cells = {cell.key: cell for cell in cells}
-        """The latest result of each cell."""
+        self.cells = latest(cells)
+        """The result of each cell that counts."""
         if cut_off:
             _drop_last_line(folder / RESULTS)
 
@@ -35,18 +35,18 @@ class ResultStore:
         """Append a result; it is on disk when this returns. Raises WriteError where it cannot be written."""
         line = cell.model_dump_json(exclude_defaults=True) + "\n"
         try:
-            with (self.folder / RESULTS).open("a", encoding="utf-8") as file:
+            with open(self.folder / RESULTS, "a", encoding="utf-8", opener=_private) as file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise WriteError(f"{self.folder / RESULTS} could not be written: {error.strerror or error}") from error
-        self.cells[cell.key] = cell
+        self.cells = latest([*self.cells.values(), cell])
 
     def keep_document(self, document: Document) -> None:
         """Keep a document beside its results, under a name that says which it is."""
         folder = self.folder / DOCUMENTS
-        safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in document.id)[:80]
+        safe = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in document.id)[:80]
         path = folder / f"{safe}-{document.digest}.jsonl"
         if not path.exists():
             _make_folder(folder)
@@ -87,14 +87,33 @@ def read_results(folder: Path) -> tuple[list[CellResult], bool]:
         raise DocumentError(f"{folder} holds no results: there is no {RESULTS} in it") from error
     except OSError as error:
         raise DocumentError(f"{path} cannot be read: {error.strerror}") from error
-    *lines, rest = data.split(b"\n")
+    *lines, rest = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     cells = []
     for number, line in enumerate(lines, start=1):
-        try:
-            cells.append(CellResult.model_validate_json(line))
-        except ValidationError as error:
-            raise DocumentError(f"{path} line {number} is no result: {error.errors()[0]['msg']}") from error
+        if line.strip():
+            try:
+                cells.append(CellResult.model_validate_json(line))
+            except ValidationError as error:
+                raise DocumentError(
+                    f"{path} line {number} is no result ({error.errors()[0]['msg']}): take that line out"
+                ) from error
     return cells, bool(rest)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise InputError for a place that cannot become a results folder; nothing is made."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file: name a folder for the results")
+    nearest = next((place for place in (folder, *folder.parents) if place.exists()), Path())
+    if not nearest.is_dir():
+        raise InputError(f"{nearest} is a file: name another folder for the results")
+    if not os.access(nearest, os.W_OK):
+        raise InputError(f"the folder {nearest} cannot be written to: name another one for the results")
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that is readable by its owner only, since it holds what a document's questions were answered."""
+    return os.open(path, flags, 0o600)
 
 
 def _drop_last_line(path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentcompact.evaluation.results import FULL, NO_CONTEXT, CellResult, QuestionResult
+from agentcompact.evaluation.results import FULL, NO_CONTEXT, CellResult, QuestionResult, latest
 from agentcompact.evaluation.statistics import bootstrap_interval, normalised_utility
 
 Document = list[CellResult]
@@ -19,11 +20,12 @@ Score = Callable[[QuestionResult], "float | None"]
 
 
 class KindScore(BaseModel):
-    """How the questions of one kind went."""
+    """How the questions of one kind went: those with answers, and those with options (choices)."""
 
     model_config = ConfigDict(frozen=True)
 
     questions: int
+    choices: int = 0
     accuracy: float | None = None
     choice_accuracy: float | None = None
 
@@ -31,11 +33,12 @@ class KindScore(BaseModel):
 class SummaryRow(BaseModel):
     """What one strategy at one ratio gave for one model, task, length and number of compactions; None if not measured.
 
-    documents: those that worked. failed: cells that did not, error the first one's. accuracy: mean score of all
-    questions, low and high its 95 % interval; a question asked with several seeds counts once, with its mean.
-    utility: 100 for the full cache and 0 without the document, over documents that worked with all three.
-    compaction_per_prefill: compaction seconds as a multiple of prefill seconds. reached_ratio: the full cache's held
-    positions over this one's. relative_decode: decoding speed over the full cache's.
+    documents: those that worked. questions, choices: those scored by their answers, and by their options. failed:
+    cells that did not, error the first one's. accuracy: mean score of all questions, low and high its 95 %
+    interval; a question asked with several seeds counts once, with its mean. utility: 100 for the full cache and 0
+    without the document, over documents that worked with all three. compaction_per_prefill: compaction seconds as a
+    multiple of prefill seconds. reached_ratio: the full cache's held positions over this one's. relative_decode:
+    decoding speed over the full cache's.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -51,6 +54,7 @@ class SummaryRow(BaseModel):
     failed: int = 0
     error: str | None = None
     questions: int = 0
+    choices: int = 0
     accuracy: float | None = None
     accuracy_low: float | None = None
     accuracy_high: float | None = None
@@ -89,29 +93,62 @@ class RowKey(NamedTuple):
 
 
 class _Scores(NamedTuple):
+    asked: int = 0
     mean: float | None = None
     low: float | None = None
     high: float | None = None
 
 
-def latest(cells: Iterable[CellResult]) -> list[CellResult]:
-    """Keep the last of the results of each cell."""
-    return list({cell.key: cell for cell in cells}.values())
-
-
 def summarise(cells: Sequence[CellResult]) -> list[SummaryRow]:
     """Make the rows: by model, task and length; then full, the others by ratio and strategy, and no_context."""
+    every = list(latest(cells).values())
+    models, labels = _model_names(every), _labels(every)
     groups: dict[RowKey, list[CellResult]] = defaultdict(list)
-    for cell in latest(cells):
-        place = RowKey(cell.model, cell.dtype, cell.task, cell.length, cell.compactions, cell.strategy, cell.ratio)
-        groups[place].append(cell)
-    every = [cell for group in groups.values() for cell in group]
+    for cell in every:
+        name, label = models[cell.fingerprint], labels[_settings_key(cell)]
+        groups[RowKey(name, cell.dtype, cell.task, cell.length, cell.compactions, label, cell.ratio)].append(cell)
     full = {
         times: _documents(cell for cell in every if cell.strategy == FULL and cell.compactions == times)
         for times in {cell.compactions for cell in every}
     }
     none = _documents(cell for cell in every if cell.strategy == NO_CONTEXT)
     return [_row(key, groups[key], full[key.compactions], none) for key in sorted(groups, key=_order)]
+
+
+def named_alike(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Return the cells that count, each under its model's one name and its strategy's unmistakable label."""
+    every = list(latest(cells).values())
+    models, labels = _model_names(every), _labels(every)
+    return [
+        cell.model_copy(update={"model": models[cell.fingerprint], "strategy": labels[_settings_key(cell)]})
+        for cell in every
+    ]
+
+
+def _model_names(cells: Sequence[CellResult]) -> dict[str, str]:
+    """Name each model, known by its fingerprint, as it was called last; two of one name are told apart."""
+    last = {cell.fingerprint: cell.model for cell in cells}
+    taken = Counter(last.values())
+    return {mark: name if taken[name] == 1 else f"{name} {mark[:8]}" for mark, name in last.items()}
+
+
+def _settings_key(cell: CellResult) -> tuple[str, str]:
+    return cell.strategy, json.dumps(cell.settings, sort_keys=True)
+
+
+def _labels(cells: Sequence[CellResult]) -> dict[tuple[str, str], str]:
+    """Label each strategy; settings that differ under one label (other defaults, another file) are added to it."""
+    variants: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for cell in cells:
+        variants[cell.strategy][_settings_key(cell)[1]] = cell.settings
+    labels = {}
+    for strategy, found in variants.items():
+        names = sorted({name for settings in found.values() for name in settings})
+        differing = [name for name in names if len({json.dumps(each.get(name)) for each in found.values()}) > 1]
+        for written, settings in found.items():
+            extra = [f"{name}={str(settings.get(name))[:16]}" for name in differing]
+            labels[strategy, written] = ":".join([strategy, *extra])
+    return labels
 
 
 def _order(key: RowKey) -> tuple[str, str, str, int, int, int, float, str]:
@@ -137,7 +174,8 @@ def _row(key: RowKey, cells: list[CellResult], full: Documents, none: Documents)
         documents=len(own),
         failed=len(failures),
         error=(failures[0].error or "no reason given") if failures else None,
-        questions=sum(max(len(cell.questions) for cell in document) for document in own.values()),
+        questions=accuracy.asked,
+        choices=choice.asked,
         accuracy=accuracy.mean,
         accuracy_low=accuracy.low,
         accuracy_high=accuracy.high,
@@ -219,7 +257,7 @@ def _question_scores(document: Document, score: Score, kind: str | None = None) 
 def _scores(documents: Documents, score: Score) -> _Scores:
     groups = [_question_scores(document, score) for document in documents.values()]
     mean = _mean(value for group in groups for value in group)
-    return _Scores() if mean is None else _Scores(mean, *bootstrap_interval(groups))
+    return _Scores() if mean is None else _Scores(sum(map(len, groups)), mean, *bootstrap_interval(groups))
 
 
 def _utility(own: Documents, full: Documents, none: Documents, score: Score) -> float | None:
@@ -235,18 +273,13 @@ def _utility(own: Documents, full: Documents, none: Documents, score: Score) -> 
 
 
 def _kinds(documents: Documents) -> dict[str, KindScore]:
-    first = [max(document, key=lambda cell: len(cell.questions)) for document in documents.values()]
-    counts: dict[str, int] = defaultdict(int)
-    for cell in first:
-        for question in cell.questions:
-            counts[question.kind] += 1
-    if not any(counts):
-        return {}
-    return {
-        kind: KindScore(
-            questions=counts[kind],
-            accuracy=_mean(s for d in documents.values() for s in _question_scores(d, _accuracy, kind)),
-            choice_accuracy=_mean(s for d in documents.values() for s in _question_scores(d, _choice, kind)),
-        )
-        for kind in sorted(counts)
-    }
+    kinds = sorted({q.kind for document in documents.values() for cell in document for q in cell.questions})
+    return {kind: _kind_score(documents, kind) for kind in kinds} if any(kinds) else {}
+
+
+def _kind_score(documents: Documents, kind: str) -> KindScore:
+    scores = [s for d in documents.values() for s in _question_scores(d, _accuracy, kind)]
+    choices = [s for d in documents.values() for s in _question_scores(d, _choice, kind)]
+    return KindScore(
+        questions=len(scores), choices=len(choices), accuracy=_mean(scores), choice_accuracy=_mean(choices)
+    )

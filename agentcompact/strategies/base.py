@@ -91,7 +91,7 @@ class Strategy(ABC):
     rewrites: ClassVar[bool] = False
     """Whether it writes a text of its own, so that positions begin anew instead of going on."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, /, **settings: Any) -> None:
         """Raises SettingsError for a setting or a value that does not exist."""
         self.settings = build_settings(self.settings_type, settings, f"strategy '{self.name}'")
 

@@ -54,7 +54,7 @@ def strategy_class(name: str) -> type[Strategy]:
     )
 
 
-def make_strategy(strategy: str | Strategy, **settings: Any) -> Strategy:
+def make_strategy(strategy: str | Strategy, /, **settings: Any) -> Strategy:
     """Return a strategy by name with settings, or the one that was handed in."""
     if isinstance(strategy, Strategy):
         if settings:

@@ -124,7 +124,7 @@ def duration(seconds: float) -> str:
 
 def print_json(data: Any) -> None:
     """Print one JSON document on standard output."""
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def warn(message: str) -> None:

@@ -51,7 +51,7 @@ def _numbers(kind: Callable[[str], Any]) -> Callable[..., list[Any]]:
             raise click.BadParameter(f"'{value}' is no list of numbers; write 4,8,16") from error
         if not numbers or min(numbers) < 1:
             raise click.BadParameter(f"'{value}': numbers of at least 1 are needed")
-        return numbers
+        return list(dict.fromkeys(numbers))
 
     return read
 
@@ -80,7 +80,11 @@ def _numbers(kind: Callable[[str], Any]) -> Callable[..., list[Any]]:
     show_default=True,
     help="Documents of each task and length.",
 )
-@click.option("--questions", type=click.IntRange(min=1), help="Questions of each document. [default: the task's]")
+@click.option(
+    "--questions",
+    type=click.IntRange(min=1),
+    help="At most this many questions of each document. [default: the task's]",
+)
 @click.option(
     "--strategies",
     "-s",
@@ -148,7 +152,10 @@ def command(list_tasks: bool, choice: ModelChoice, quiet: bool, as_json: bool, *
         _print_summary(cells, asked.output)
     failed = [cell for cell in cells if cell.status == "failed"]
     if failed:
-        raise EvaluationError(f"{len(failed)} of {len(cells)} cells failed, the first with: {failed[0].error}")
+        raise EvaluationError(
+            f"{len(failed)} of {len(cells)} cells failed, the first with: {failed[0].error} "
+            f"({failed[0].document}, {failed[0].strategy}); --retry-failed measures them again"
+        )
 
 
 def _run(asked: _Asked, choice: ModelChoice, quiet: bool) -> list[CellResult]:
@@ -156,6 +163,7 @@ def _run(asked: _Asked, choice: ModelChoice, quiet: bool) -> list[CellResult]:
     with working(quiet) as work:
         work.say("starting")
         from agentcompact.evaluation import EvaluationPlan, choose_strategies, evaluate, read_documents, resolve_tasks
+        from agentcompact.evaluation.store import check_folder
 
         strategies = choose_strategies(asked.strategies)
         plan = EvaluationPlan(
@@ -168,11 +176,19 @@ def _run(asked: _Asked, choice: ModelChoice, quiet: bool) -> list[CellResult]:
         )
         tasks = resolve_tasks(asked.tasks)
         documents = [document for path in asked.data for document in read_documents(path)]
+        check_folder(asked.output)
 
         from agentcompact.engines import TransformersEngine
+        from agentcompact.errors import ContextLengthError
         from agentcompact.settings import EngineSettings
 
         engine = TransformersEngine(choice.load("smollm2", work.say), EngineSettings(batch_size=BATCH))
+        too_long = [length for length in asked.lengths if tasks and length > engine.geometry.max_positions]
+        if too_long:
+            raise ContextLengthError(
+                f"documents of {too_long[0]:,} tokens do not fit the model's context of "
+                f"{engine.geometry.max_positions:,}: give shorter --lengths"
+            )
         documents += _generated(tasks, asked, lambda text: len(engine.encode(text)), work.say)
     with evaluating(quiet) as show:
         return evaluate(
@@ -206,16 +222,18 @@ def _generated(
 
 def _describe(cell: CellResult) -> str:
     """Write a cell in one line: what it was and how many answers were right."""
+    from agentcompact.evaluation.report.columns import plain
+
     where = f"{cell.document} {cell.strategy}" + (f" {cell.ratio:g}x" if cell.ratio else "")
     where += f", compacted {cell.compactions} times" if cell.compactions > 1 else ""
     if cell.status == "failed":
-        return f"{where}: failed: {cell.error}"
+        return plain(f"{where}: failed: {cell.error}")
     scores = [question.score for question in cell.questions if question.score is not None]
     choices = [question.choice_score for question in cell.questions if question.choice_score is not None]
     parts = [f"{sum(scores):g} of {len(scores)} right"] if scores else []
     parts += [f"{sum(choices):g} of {len(choices)} chosen right"] if choices else []
     parts += [f"{cell.compaction_seconds:.1f} s"] if cell.compaction_seconds is not None else []
-    return f"{where}: {', '.join(parts)}"
+    return plain(f"{where}: {', '.join(parts)}")
 
 
 def _print_tasks(as_json: bool) -> None:

@@ -114,7 +114,8 @@ def _drop_output(error: OSError | None) -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"agentcompact: {message}", err=True)
+    shown = "".join(c if c.isprintable() else "?" for c in message)  # names may hold what colours a terminal
+    click.echo(f"agentcompact: {shown}", err=True)
     return code
 
 

@@ -39,12 +39,14 @@ def command(
       agentcompact report runs/monday runs/tuesday --output runs/both
       agentcompact report runs/monday --markdown docs/results.md
     """
-    from agentcompact.evaluation.report import terminal_tables, write_report
+    from agentcompact.evaluation.report import check_markdown, terminal_tables, write_report
     from agentcompact.evaluation.store import read_results
     from agentcompact.evaluation.summary import summarise
 
     if output is None and len(folders) > 1:
         raise InputError("say with --output where the report of several folders goes")
+    if markdown is not None:
+        check_markdown(markdown, output or folders[0])
     cells = []
     for folder in folders:
         found, cut_off = read_results(folder)

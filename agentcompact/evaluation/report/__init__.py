@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from agentcompact.errors import WriteError
+from agentcompact.errors import InputError, WriteError
 from agentcompact.evaluation.report.content import build
 from agentcompact.evaluation.report.csv_file import csv_text
 from agentcompact.evaluation.report.drawing import png_bytes
@@ -15,9 +15,10 @@ from agentcompact.evaluation.report.markdown import markdown_text
 from agentcompact.evaluation.report.plots import draw_all
 from agentcompact.evaluation.report.table import terminal_tables
 from agentcompact.evaluation.results import CellResult
+from agentcompact.evaluation.store import RESULTS
 from agentcompact.files import atomic_output
 
-__all__ = ["terminal_tables", "write_report"]
+__all__ = ["check_markdown", "terminal_tables", "write_report"]
 
 PLOTS = "plots"
 
@@ -41,12 +42,20 @@ def write_report(
         **{folder / PLOTS / name: data for name, data in images.items()},
     }
     if markdown is not None:
+        check_markdown(markdown, folder)
         beside = markdown.with_suffix("") if markdown.suffix else markdown.with_name(f"{markdown.name}-images")
         planned[markdown] = markdown_text(content, drawings, quote(beside.name)).encode()
         planned.update({beside / name: data for name, data in images.items()})
     for path, data in planned.items():
         _write(path, data)
     return list(planned)
+
+
+def check_markdown(path: Path, folder: Path) -> None:
+    """Raise InputError for a path that is a file of the report in `folder` already, or holds results."""
+    taken = [folder / name for name in (RESULTS, "report.html", "report.md", "results.csv")]
+    if path.name == RESULTS or any(path.resolve() == other.resolve() for other in taken):
+        raise InputError(f"{path} is a file of the results or of the report itself: name another one for the Markdown")
 
 
 def _write(path: Path, data: bytes) -> None:

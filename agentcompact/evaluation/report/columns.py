@@ -64,11 +64,11 @@ def interval(value: float | None, low: float | None, high: float | None) -> str:
     return f"{percent(value)} ({percent(low)}-{percent(high)})"
 
 
-def plus_minus(value: float | None, low: float | None, high: float | None) -> str:
-    """Write a share with half the width of its interval: 71.2 ±4.9."""
+def brief_interval(value: float | None, low: float | None, high: float | None) -> str:
+    """Write a share with its interval in whole per cent: 71.2 (66-76)."""
     if value is None or low is None or high is None:
         return percent(value)
-    return f"{percent(value)} ±{percent((high - low) / 2)}"
+    return f"{percent(value)} ({100 * low:.0f}-{100 * high:.0f})"
 
 
 def status(row: SummaryRow) -> str:
@@ -96,13 +96,13 @@ MEASURES = (
         lambda r: str(r.documents),
         "Documents that worked; the other columns are about these.",
     ),
-    Column("questions", lambda r: str(r.questions), "Questions asked of them.", rank=7),
+    Column("questions", lambda r: str(max(r.questions, r.choices)), "Questions that were scored.", rank=7),
     Column(
         "accuracy %",
         lambda r: interval(r.accuracy, r.accuracy_low, r.accuracy_high),
         "Mean score of the generated answers, with its 95 % interval by a two-stage bootstrap (documents, then "
         "questions). A question scores 1 if its answer is found, or the share of its answers that are.",
-        brief=lambda r: plus_minus(r.accuracy, r.accuracy_low, r.accuracy_high),
+        brief=lambda r: brief_interval(r.accuracy, r.accuracy_low, r.accuracy_high),
         rank=1,
     ),
     Column(
@@ -110,7 +110,7 @@ MEASURES = (
         lambda r: interval(r.choice_accuracy, r.choice_low, r.choice_high),
         "Share of multiple-choice questions where the right option has the highest mean log-probability, with its "
         "95 % interval.",
-        brief=lambda r: plus_minus(r.choice_accuracy, r.choice_low, r.choice_high),
+        brief=lambda r: brief_interval(r.choice_accuracy, r.choice_low, r.choice_high),
         rank=4,
     ),
     Column(

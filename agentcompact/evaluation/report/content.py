@@ -21,7 +21,7 @@ from agentcompact.evaluation.report.columns import (
     times,
 )
 from agentcompact.evaluation.results import FULL, NO_CONTEXT, CellResult
-from agentcompact.evaluation.summary import SummaryRow, latest, summarise
+from agentcompact.evaluation.summary import SummaryRow, named_alike, summarise
 
 KIND_SCORES = ("accuracy", "choice_accuracy")
 WARNINGS_SHOWN = 12
@@ -75,7 +75,7 @@ class Content:
 
 def build(cells: Sequence[CellResult]) -> Content:
     """Gather what is to be said about these cells."""
-    current = latest(cells)
+    current = named_alike(cells)
     rows = summarise(current)
     counted = Counter(plain(warning) for cell in current for warning in cell.warnings)
     return Content(
@@ -128,7 +128,8 @@ def _kind_column(kind: str, score: str, rows: Sequence[SummaryRow]) -> Column:
     def text(row: SummaryRow) -> str:
         return percent(getattr(row.kinds[kind], score)) if kind in row.kinds else MISSING
 
-    asked = max(row.kinds[kind].questions for row in rows if kind in row.kinds)
+    counted = "questions" if score == "accuracy" else "choices"
+    asked = max(getattr(row.kinds[kind], counted) for row in rows if kind in row.kinds)
     return Column(f"{plain(kind) or 'other'} ({asked})", text)
 
 

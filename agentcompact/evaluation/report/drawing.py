@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,13 +74,15 @@ def drawing_style(name: str = "") -> Iterator[None]:
 
     Raises InputError where matplotlib is not installed.
     """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of caches and fonts that nobody asked about
     try:
         from matplotlib import style
     except ImportError as error:
         raise InputError(
             'the plots of a report need matplotlib: pip install "agentcompact[eval]", or leave them out with --no-plots'
         ) from error
-    with style.context(["default", {**STYLE, "svg.hashsalt": f"agentcompact {name}"}]):
+    with style.context(["default", {**STYLE, "svg.hashsalt": f"agentcompact {name}"}]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # names in other scripts
         yield
 
 
