@@ -144,9 +144,12 @@ def _labels(cells: Sequence[CellResult]) -> dict[tuple[str, str], str]:
     labels = {}
     for strategy, found in variants.items():
         names = sorted({name for settings in found.values() for name in settings})
-        differing = [name for name in names if len({json.dumps(each.get(name)) for each in found.values()}) > 1]
+        # A setting that only some have came with a later version, and says nothing of the others.
+        differing = [
+            name for name in names if len({json.dumps(each[name]) for each in found.values() if name in each}) > 1
+        ]
         for written, settings in found.items():
-            extra = [f"{name}={str(settings.get(name))[:16]}" for name in differing]
+            extra = [f"{name}={str(settings[name])[:16]}" for name in differing if name in settings]
             labels[strategy, written] = ":".join([strategy, *extra])
     return labels
 
