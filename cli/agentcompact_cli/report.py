@@ -23,10 +23,17 @@ from agentcompact_cli.options import output_options
     type=click.Path(path_type=Path, dir_okay=False),
     help="Also write the Markdown to this file, its images to a folder of that name beside it.",
 )
+@click.option("--against", metavar="STRATEGY", help="Compare the others with this strategy, on the same questions.")
 @click.option("--no-plots", is_flag=True, help="No figures; matplotlib is not needed then.")
 @output_options
 def command(
-    folders: tuple[Path, ...], output: Path | None, markdown: Path | None, no_plots: bool, quiet: bool, as_json: bool
+    folders: tuple[Path, ...],
+    output: Path | None,
+    markdown: Path | None,
+    against: str | None,
+    no_plots: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
     """Show the results in each FOLDER, and write report.html, report.md, results.csv and plots.
 
@@ -37,9 +44,11 @@ def command(
     Example:
       agentcompact report runs/monday
       agentcompact report runs/monday runs/tuesday --output runs/both
-      agentcompact report runs/monday --markdown docs/results.md
+      agentcompact report runs/monday --markdown docs/results.md --against kvzip
     """
-    from agentcompact.evaluation.report import check_markdown, terminal_tables, write_report
+    from agentcompact.evaluation.comparison import compare
+    from agentcompact.evaluation.report import check_markdown, comparison_table, terminal_tables, write_report
+    from agentcompact.evaluation.report.content import comparison_grid
     from agentcompact.evaluation.store import read_results
     from agentcompact.evaluation.summary import summarise
 
@@ -56,13 +65,18 @@ def command(
     if not cells:
         raise InputError(f"there are no results in {', '.join(map(str, folders))}")
     rows = summarise(cells)
+    comparisons = [] if against is None else compare(cells, against)
     if not as_json:
         out.print(*terminal_tables(rows, out.width), sep="\n")
+        if against is not None:
+            out.print(comparison_table(comparison_grid(comparisons, against)))
     with working(quiet) as work:
         work.say("writing the report")
-        written = write_report(cells, output or folders[0], markdown=markdown, plots=not no_plots)
+        written = write_report(cells, output or folders[0], markdown=markdown, plots=not no_plots, against=against)
     if as_json:
-        print_json([row.model_dump(mode="json") for row in rows])
+        listed = [row.model_dump(mode="json") for row in rows]
+        against_it = [each.model_dump(mode="json") for each in comparisons]
+        print_json(listed if against is None else {"rows": listed, "comparisons": against_it})
     elif not quiet:
         for path in written:
             click.echo(f"wrote {path}")

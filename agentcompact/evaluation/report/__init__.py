@@ -13,26 +13,32 @@ from agentcompact.evaluation.report.drawing import png_bytes
 from agentcompact.evaluation.report.html import html_text
 from agentcompact.evaluation.report.markdown import markdown_text
 from agentcompact.evaluation.report.plots import draw_all
-from agentcompact.evaluation.report.table import terminal_tables
+from agentcompact.evaluation.report.table import comparison_table, terminal_tables
 from agentcompact.evaluation.results import CellResult
 from agentcompact.evaluation.store import RESULTS
 from agentcompact.files import atomic_output
 
-__all__ = ["check_markdown", "terminal_tables", "write_report"]
+__all__ = ["check_markdown", "comparison_table", "terminal_tables", "write_report"]
 
 PLOTS = "plots"
 
 
 def write_report(
-    cells: Sequence[CellResult], folder: Path, *, markdown: Path | None = None, plots: bool = True
+    cells: Sequence[CellResult],
+    folder: Path,
+    *,
+    markdown: Path | None = None,
+    plots: bool = True,
+    against: str | None = None,
 ) -> list[Path]:
     """Write report.html, report.md, results.csv and plots/*.png into `folder`; return what was written.
 
     markdown: another place for the Markdown, its images in a folder of the file's name beside it. plots: whether
-    there are figures; they need matplotlib. The same cells give the same bytes. Raises InputError where matplotlib is
-    missing, before anything is written, and WriteError where a file cannot be.
+    there are figures; they need matplotlib. against: the strategy that the others are compared with. The same cells
+    give the same bytes. Raises InputError where matplotlib is missing, before anything is written, and WriteError
+    where a file cannot be.
     """
-    content = build(cells)
+    content = build(cells, against)
     drawings = draw_all(content) if plots else []
     images = {f"{drawing.name}.png": png_bytes(drawing) for drawing in drawings}
     planned: dict[Path, bytes] = {

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from agentcompact.evaluation.comparison import Comparison, compare
 from agentcompact.evaluation.report.columns import (
     COMPACTIONS,
     LENGTH,
@@ -71,10 +72,11 @@ class Content:
     warnings: list[tuple[str, int]]
     rows: list[SummaryRow]
     cells: list[CellResult]
+    comparison: Grid | None = None
 
 
-def build(cells: Sequence[CellResult]) -> Content:
-    """Gather what is to be said about these cells."""
+def build(cells: Sequence[CellResult], against: str | None = None) -> Content:
+    """Gather what is to be said about these cells; against: the strategy that the others are compared with."""
     current = named_alike(cells)
     rows = summarise(current)
     counted = Counter(plain(warning) for cell in current for warning in cell.warnings)
@@ -87,6 +89,36 @@ def build(cells: Sequence[CellResult]) -> Content:
         warnings=sorted(counted.items(), key=lambda item: (-item[1], item[0]))[:WARNINGS_SHOWN],
         rows=rows,
         cells=current,
+        comparison=None if against is None else comparison_grid(compare(cells, against), against),
+    )
+
+
+def comparison_grid(comparisons: Sequence[Comparison], against: str) -> Grid:
+    """Make the table of strategies against one of them."""
+    titles = ["model", "task", "ratio", "strategy", "documents", "questions", "accuracy %", "the other's", "difference"]
+    lines = [
+        [
+            plain(f"{each.model} ({each.dtype})"),
+            plain(each.task),
+            times(each.ratio),
+            plain(each.strategy),
+            str(each.documents),
+            str(each.questions),
+            percent(each.accuracy),
+            percent(each.other_accuracy),
+            f"{100 * each.difference:+.1f} ({100 * each.low:+.1f} to {100 * each.high:+.1f})",
+        ]
+        for each in comparisons
+    ]
+    places = [(each.model, each.task) for each in comparisons]
+    return Grid(
+        caption=f"Against {plain(against)}: mean difference in accuracy on the same questions, with its 95 % interval "
+        "by a paired bootstrap (documents drawn, then questions within them)",
+        titles=titles,
+        numeric=[title not in ("model", "task", "strategy") for title in titles],
+        lines=lines,
+        failed=[False] * len(lines),
+        breaks=[index > 0 and place != places[index - 1] for index, place in enumerate(places)],
     )
 
 

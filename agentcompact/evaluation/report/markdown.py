@@ -11,7 +11,7 @@ from agentcompact.evaluation.report.columns import plain
 from agentcompact.evaluation.report.content import Content, Grid, Section
 from agentcompact.evaluation.report.drawing import Drawing
 
-FROM_ELSEWHERE = {"strategy"}
+FROM_ELSEWHERE = {"strategy", "model", "task"}
 KIND = re.compile(r"^(.*) \((\d+)\)$")
 
 
@@ -23,6 +23,8 @@ def markdown_text(content: Content, drawings: Sequence[Drawing] = (), images: st
         lines += ["", f"**Cells that failed: {content.failed}**; see [Failures](#failures)."]
     for index, section in enumerate(content.sections):
         lines += ["", *_section(section, [d for d in drawings if d.section == index], images)]
+    if content.comparison is not None:
+        lines += ["", "## Comparison", "", f"{content.comparison.caption}:", "", *_table(content.comparison)]
     lines += ["", "## What the columns mean", ""]
     lines += [f"- **{name}**: {meaning}" for name, meaning in content.glossary]
     if content.failures:

@@ -25,6 +25,11 @@ def terminal_tables(rows: Sequence[SummaryRow], width: int = 80) -> list[Rendera
     return [_section(section, width) for section in sections(rows)]
 
 
+def comparison_table(grid: Grid) -> RenderableType:
+    """Show the table of strategies against one of them."""
+    return _kind_table(grid, range(len(grid.titles)))
+
+
 def _section(section: Section, width: int) -> RenderableType:
     parts: list[RenderableType] = []
     columns = [column for column in shown(section.rows) if column.rank is not None]
