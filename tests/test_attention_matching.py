@@ -245,3 +245,19 @@ def test_default_queries_without_room_fall_back_with_a_warning(engine):
     assert new.held_positions == 20
     with pytest.raises(ContextLengthError, match="repeat-prefill needs room"):
         compact(engine, cache, "attention_matching", budget=20, queries="repeat_prefill")
+
+
+@pytest.mark.parametrize("name", ["attention_matching", "high_attn", "omp", "two_pass", "high_attn_redist_direct"])
+def test_held_out_errors_fall_with_the_ratio(name):
+    """Averaged over documents, attention is read better at 4x than at 16x by queries that nothing was fitted to."""
+    from agentcompact.evaluation.metrics.attention import HeldOutAttention
+
+    engine = TransformersEngine(tiny_model("llama", initializer_range=0.1))
+    errors = {4: 0.0, 16: 0.0}
+    for seed in range(4):
+        cache = engine.prefill(tiny_tokens(128, seed=seed), capture_seed=0)
+        held_out = HeldOutAttention(engine, cache, [tiny_tokens(24, seed=100 + seed)], seed=0)
+        for ratio in errors:
+            found = held_out.compare(compact(engine, cache, name, budget=128 // ratio))
+            errors[ratio] += found.output / 4
+    assert errors[4] < errors[16]
