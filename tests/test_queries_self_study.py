@@ -10,6 +10,7 @@ from agentcompact import EngineSettings, TransformersEngine, compact
 from agentcompact.engines import question_ids
 from agentcompact.errors import CacheError, CapabilityError, ContextLengthError, SettingsError
 from agentcompact.queries import (
+    Study,
     context_prefill_queries,
     reference_queries,
     repeat_prefill_queries,
@@ -60,7 +61,7 @@ def test_queries_are_those_of_the_models_own_turns(kind, batch_size):
     engine, cache = prefilled(kind, batch_size=batch_size)
     turns, asked = reference_turns(engine, cache, 6, seed=2, answer_tokens=5)
     assert len(turns) == 6 + len(asked) > 6
-    store = self_study_queries(engine, cache, 0, 40, 2, prompts=6, answer_tokens=5)
+    store = self_study_queries(engine, cache, 0, 40, 2, study=Study(prompts=6, answer_tokens=5))
     expected = [engine.prefill([*cache.token_ids, *turn], capture_seed=0).captured.layer(1, 40) for turn in turns]
     torch.testing.assert_close(store.layer(1), torch.cat(expected, dim=1), rtol=1e-4, atol=1e-4)
 
@@ -71,7 +72,7 @@ def test_all_work_is_compaction_work_and_the_cache_stays():
     known = (engine.counters.prefilled_tokens, engine.counters.decoded_tokens)
     turns, _ = reference_turns(engine, cache, 4, seed=0, answer_tokens=6)
     engine.counters.prefilled_tokens, engine.counters.decoded_tokens = known
-    store = self_study_queries(engine, cache, 0, 40, 0, prompts=4, answer_tokens=6)
+    store = self_study_queries(engine, cache, 0, 40, 0, study=Study(prompts=4, answer_tokens=6))
     assert (engine.counters.prefilled_tokens, engine.counters.decoded_tokens) == known
     captured = len(store)
     assert captured == sum(map(len, turns))
@@ -90,7 +91,7 @@ def test_counters_are_put_right_after_an_error(monkeypatch):
 
     monkeypatch.setattr(engine, "decode_batch", broken)
     with pytest.raises(RuntimeError, match="out of memory"):
-        self_study_queries(engine, cache, 0, 40, 0, prompts=4, answer_tokens=6)
+        self_study_queries(engine, cache, 0, 40, 0, study=Study(prompts=4, answer_tokens=6))
     assert (engine.counters.prefilled_tokens, engine.counters.decoded_tokens) == known
     assert engine.counters.compaction_tokens > 0
 
@@ -99,17 +100,17 @@ def test_counters_are_put_right_after_an_error(monkeypatch):
 def test_same_seed_same_queries(temperature):
     engine, cache = prefilled()
     options = {"prompts": 4, "answer_tokens": 6, "temperature": temperature}
-    first, again, other = (self_study_queries(engine, cache, 0, 40, seed, **options) for seed in (1, 1, 2))
+    first, again, other = (self_study_queries(engine, cache, 0, 40, seed, study=Study(**options)) for seed in (1, 1, 2))
     assert torch.equal(first.layer(0), again.layer(0))
     assert first.layer(0).shape != other.layer(0).shape or not torch.equal(first.layer(0), other.layer(0))
-    assert len(self_study_queries(engine, cache, 0, 40, 2**63 - 1, **options)) > 0
+    assert len(self_study_queries(engine, cache, 0, 40, 2**63 - 1, study=Study(**options))) > 0
 
 
 def test_a_compacted_cache_can_study_itself():
     engine = TransformersEngine(tiny_model("llama"))
     small = compact(engine, tiny_text(60), ratio=4)
     entries = small.entries
-    store = self_study_queries(engine, small, 0, 60, 0, prompts=4, answer_tokens=5)
+    store = self_study_queries(engine, small, 0, 60, 0, study=Study(prompts=4, answer_tokens=5))
     assert torch.isfinite(store.layer(0)).all()
     assert small.entries == entries
     assert small.next_position == 60
@@ -118,7 +119,9 @@ def test_a_compacted_cache_can_study_itself():
 def test_progress_is_told():
     engine, cache = prefilled(batch_size=2)
     told = []
-    self_study_queries(engine, cache, 0, 40, 0, lambda *what: told.append(what), prompts=4, answer_tokens=3)
+    self_study_queries(
+        engine, cache, 0, 40, 0, lambda *what: told.append(what), study=Study(prompts=4, answer_tokens=3)
+    )
     assert told[:2] == [("self-study", 2, 4), ("self-study", 4, 4)]
     assert told[-1][0] == "reference queries"
     assert told[-1][1] == told[-1][2]
@@ -127,13 +130,13 @@ def test_progress_is_told():
 def test_without_room_it_is_refused_with_numbers():
     engine, cache = prefilled(tokens=480)
     with pytest.raises(ContextLengthError, match=r"behind the 480 .* 512: use queries=context_prefill"):
-        self_study_queries(engine, cache, 0, 480, 0, answer_tokens=30)
+        self_study_queries(engine, cache, 0, 480, 0, study=Study(answer_tokens=30))
 
 
 def test_no_prompts_are_refused():
     engine, cache = prefilled()
     with pytest.raises(SettingsError, match="one prompt"):
-        self_study_queries(engine, cache, 0, 40, 0, prompts=0)
+        self_study_queries(engine, cache, 0, 40, 0, study=Study(prompts=0))
 
 
 def test_an_engine_that_captures_nothing_is_refused():
@@ -181,14 +184,16 @@ def test_the_question_is_cut_out_of_the_answer(answer, question):
 def test_greedy_requests_are_made_once():
     engine, cache = prefilled()
     told = []
-    self_study_queries(engine, cache, 0, 40, 0, lambda *what: told.append(what), prompts=120, answer_tokens=2)
+    self_study_queries(
+        engine, cache, 0, 40, 0, lambda *what: told.append(what), study=Study(prompts=120, answer_tokens=2)
+    )
     assert told[0][2] == 12 + 40
 
 
 def test_a_focus_changes_the_queries():
     engine, cache = prefilled()
     plain, about = (
-        self_study_queries(engine, cache, 0, 40, 0, focus=focus, prompts=4, answer_tokens=3)
+        self_study_queries(engine, cache, 0, 40, 0, study=Study(focus=focus, prompts=4, answer_tokens=3))
         for focus in (None, "w9 w10 w11")
     )
     assert len(about) != len(plain) or not torch.equal(about.layer(0), plain.layer(0))
@@ -198,12 +203,12 @@ def test_kinds_are_joined_one_behind_the_other():
     engine, cache = prefilled(tokens=60)
     kinds = ("context_prefill", "repeat_prefill", "self_study")
     options = {"prompts": 2, "answer_tokens": 4}
-    joined = reference_queries(kinds, engine, cache, 10, 50, 3, **options)
+    joined = reference_queries(kinds, engine, cache, 10, 50, 3, study=Study(**options))
     for layer in (0, 1):
         parts = [
             context_prefill_queries(engine, cache, 10, 50, 3).layer(layer, 10, 50),
             repeat_prefill_queries(engine, cache, 10, 50, 3).layer(layer),
-            self_study_queries(engine, cache, 10, 50, 3, **options).layer(layer),
+            self_study_queries(engine, cache, 10, 50, 3, study=Study(**options)).layer(layer),
         ]
         assert parts[0].shape[1] == 40
         torch.testing.assert_close(joined.layer(layer), torch.cat(parts, dim=1))
@@ -239,4 +244,6 @@ def test_kinds_that_do_not_exist_and_none_are_refused():
 def test_a_bound_below_one_position_of_each_kind_is_said():
     engine, cache = prefilled(capture_bytes=2 * 4 * 16 * 4)
     with pytest.raises(CacheError, match="capture_bytes"):
-        reference_queries(["repeat_prefill", "self_study"], engine, cache, 0, 40, 0, prompts=2, answer_tokens=3)
+        reference_queries(
+            ["repeat_prefill", "self_study"], engine, cache, 0, 40, 0, study=Study(prompts=2, answer_tokens=3)
+        )

@@ -13,7 +13,7 @@ from agentcompact.errors import CacheError, SettingsError
 from agentcompact.fitting.selection import random_rows
 from agentcompact.queries.context_prefill import context_prefill_queries
 from agentcompact.queries.repeat_prefill import repeat_prefill_queries, repeat_turns
-from agentcompact.queries.self_study import ANSWER_TOKENS, PROMPTS, self_study_queries, self_study_turns
+from agentcompact.queries.self_study import DEFAULT_STUDY, Study, self_study_queries, self_study_turns
 from agentcompact.settings import suggestion
 
 KINDS = ("context_prefill", "repeat_prefill", "self_study")
@@ -48,17 +48,13 @@ def reference_queries(
     stop: int,
     seed: int,
     progress: Progress | None = None,
-    *,
-    focus: str | None = None,
-    prompts: int = PROMPTS,
-    answer_tokens: int = ANSWER_TOKENS,
-    temperature: float = 0.0,
+    study: Study = DEFAULT_STUDY,
 ) -> ReferenceQueries:
     """Gather queries of these kinds (see `KINDS`) for the span [start, stop), and join them.
 
     Of context-prefill only the queries of the span's positions are used, of the others all. Where together they
     would take more than the engine's `capture_bytes`, each kind gives a share of its positions, seeded and alike in
-    all layers. The last four arguments are those of `self_study_queries`. Raises SettingsError for no kind, or one
+    all layers. study: what self-study asks. Raises SettingsError for no kind, or one
     that does not exist.
     """
     _check_kinds(kinds)
@@ -69,11 +65,7 @@ def reference_queries(
         elif kind == "repeat_prefill":
             parts.append(repeat_prefill_queries(engine, cache, start, stop, seed, progress).layer)
         else:
-            study = self_study_queries(
-                engine, cache, start, stop, seed, progress,
-                focus=focus, prompts=prompts, answer_tokens=answer_tokens, temperature=temperature,
-            )  # fmt: skip
-            parts.append(study.layer)
+            parts.append(self_study_queries(engine, cache, start, stop, seed, progress, study).layer)
     return ReferenceQueries(list(zip(parts, _shares(parts, engine, seed), strict=True)))
 
 
@@ -85,10 +77,7 @@ def reference_turns(
     stop: int,
     seed: int,
     progress: Progress | None = None,
-    *,
-    focus: str | None = None,
-    prompts: int = PROMPTS,
-    answer_tokens: int = ANSWER_TOKENS,
+    study: Study = DEFAULT_STUDY,
 ) -> list[list[int]]:
     """Return the token ids of what is read behind the cache for these kinds of queries; arguments as above.
 
@@ -102,9 +91,7 @@ def reference_turns(
         if kind == "repeat_prefill":
             turns += repeat_turns(engine, cache, start, stop)
         else:
-            turns += self_study_turns(
-                engine, cache, seed, progress, focus=focus, prompts=prompts, answer_tokens=answer_tokens
-            )
+            turns += self_study_turns(engine, cache, seed, progress, study)
     return turns
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from agentcompact.cache import CapturedQueries, CompactedCache, PromptFormat
 from agentcompact.engines import CAPTURES_QUERIES, Engine, Progress, question_ids
@@ -14,6 +15,19 @@ PROMPTS = 24
 ANSWER_TOKENS = 64
 
 
+@dataclass(frozen=True)
+class Study:
+    """What the model asks and answers: how many prompts, how long the answers are, and what they should be about."""
+
+    prompts: int = PROMPTS
+    answer_tokens: int = ANSWER_TOKENS
+    temperature: float = 0.0
+    focus: str | None = None
+
+
+DEFAULT_STUDY = Study()
+
+
 def self_study_queries(
     engine: Engine,
     cache: CompactedCache,
@@ -21,35 +35,22 @@ def self_study_queries(
     stop: int,  # noqa: ARG001
     seed: int,
     progress: Progress | None = None,
-    *,
-    focus: str | None = None,
-    prompts: int = PROMPTS,
-    answer_tokens: int = ANSWER_TOKENS,
-    temperature: float = 0.0,
+    study: Study = DEFAULT_STUDY,
 ) -> CapturedQueries:
     """Let the model summarise, list, structure and question what the cache holds; return the queries of all that.
 
-    `prompts` requests are answered in up to `answer_tokens` tokens each, in batches over one shared cache; the
-    questions among the answers are then asked and answered too. The queries are those of prompts and answers, each
-    turn read behind the cache on its own; at most the engine's `capture_bytes` of them are kept. The prompts are about
-    all of the cache, whatever part [start, stop) of it is compacted. A focus adds prompts about it. With temperature 0
-    the answers are greedy, the seed decides only which prompts are used, and none is used twice.
+    The study's requests are answered in batches over one shared cache; the questions among the answers are then
+    asked and answered too. The queries are those of prompts and answers, each turn read behind the cache on its
+    own; at most the engine's `capture_bytes` of them are kept. The prompts are about all of the cache, whatever
+    part [start, stop) of it is compacted. A focus adds prompts about it. With temperature 0 the answers are greedy,
+    the seed decides only which prompts are used, and none is used twice.
 
     The cache stays as it is, and all tokens count as compaction work. Raises ContextLengthError where the model's
     context has no room behind the cache, CapabilityError where the engine captures nothing.
     Source: Fast KV Compaction via Attention Matching (Zweiger et al. 2026), self-study after Cartridges (Eyuboglu et
     al. 2025).
     """
-    turns = self_study_turns(
-        engine,
-        cache,
-        seed,
-        progress,
-        focus=focus,
-        prompts=prompts,
-        answer_tokens=answer_tokens,
-        temperature=temperature,
-    )
+    turns = self_study_turns(engine, cache, seed, progress, study)
     return engine.capture(turns, seed, after=cache, progress=progress)
 
 
@@ -58,25 +59,21 @@ def self_study_turns(
     cache: CompactedCache,
     seed: int,
     progress: Progress | None = None,
-    *,
-    focus: str | None = None,
-    prompts: int = PROMPTS,
-    answer_tokens: int = ANSWER_TOKENS,
-    temperature: float = 0.0,
+    study: Study = DEFAULT_STUDY,
 ) -> list[list[int]]:
     """Return the token ids of the model's requests and answers, as `self_study_queries` reads them."""
     if CAPTURES_QUERIES not in engine.capabilities:
         raise CapabilityError("self-study needs reference queries, and the engine cannot capture any")
-    if prompts < 1:
-        raise SettingsError(f"self-study needs one prompt at least, not {prompts}")
+    if study.prompts < 1:
+        raise SettingsError(f"self-study needs one prompt at least, not {study.prompts}")
     form = cache.metadata.prompt
-    chosen = study_prompts(prompts, seed, focus)
-    if temperature == 0:  # a request made twice would get the same answer
+    chosen = study_prompts(study.prompts, seed, study.focus)
+    if study.temperature == 0:  # a request made twice would get the same answer
         chosen = list(dict.fromkeys(chosen))
     requests = [_request_ids(engine, form, prompt) for prompt in chosen]
-    _check_room(engine, cache, requests, answer_tokens)
+    _check_room(engine, cache, requests, study.answer_tokens)
     sampling = SamplingSettings(
-        max_new_tokens=answer_tokens, temperature=temperature, seed=seed % 2**63, stop=form.stop
+        max_new_tokens=study.answer_tokens, temperature=study.temperature, seed=seed % 2**63, stop=form.stop
     )
     with engine.counters.as_compaction():
         return _study(engine, cache, list(zip(chosen, requests, strict=True)), sampling, progress)

@@ -25,7 +25,7 @@ from agentcompact.fitting.query_subsets import select_queries
 from agentcompact.fitting.redistribution import redistribute
 from agentcompact.fitting.scored_keys import ScoredKeys, score_all_keys, score_shortlist
 from agentcompact.fitting.selection import gather_rows, random_rows, top_entries
-from agentcompact.queries import ReferenceQueries, reference_queries, reference_turns
+from agentcompact.queries import ReferenceQueries, Study, reference_queries, reference_turns
 from agentcompact.strategies.attention_matching_settings import AttentionMatchingSettings
 from agentcompact.strategies.base import CompactionRequest, HeadGroup, Phases, Strategy, head_groups
 from agentcompact.strategies.on_policy import compact_on_policy
@@ -115,7 +115,7 @@ class AttentionMatching(Strategy):
         with phases.phase("reference queries"):
             turns = reference_turns(
                 settings.query_kinds, engine, cache, request.start, request.end, request.seed, request.progress,
-                focus=request.focus, prompts=settings.study_prompts, answer_tokens=settings.study_tokens,
+                self._study(request),
             )  # fmt: skip
         if settings.budgets != "global":
             counts = counts_by_length(settings.budgets, spans, request.budget, shares)
@@ -154,10 +154,11 @@ class AttentionMatching(Strategy):
             request.end,
             request.seed,
             request.progress,
-            focus=request.focus,
-            prompts=self.settings.study_prompts,
-            answer_tokens=self.settings.study_tokens,
+            self._study(request),
         )
+
+    def _study(self, request: CompactionRequest) -> Study:
+        return Study(self.settings.study_prompts, self.settings.study_tokens, focus=request.focus)
 
     def _shares(self) -> list[list[float]] | None:
         path = self.settings.budgets_file if self.settings.budgets == "file" else None
