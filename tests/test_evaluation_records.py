@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -123,3 +124,11 @@ def test_json_that_no_reader_takes(path, text, said):
         read_documents(path)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_example_of_ones_own_questions():
+    documents = read_documents(Path(__file__).parent.parent / "examples" / "own_questions.jsonl")
+    assert {document.task for document in documents} == {"handbook"}
+    for document in documents:
+        for each in document.questions:
+            assert all(document.context.count(answer) == 1 for answer in each.answers)

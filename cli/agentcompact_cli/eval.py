@@ -190,6 +190,10 @@ def _run(asked: _Asked, choice: ModelChoice, quiet: bool) -> list[CellResult]:
                 f"{engine.geometry.max_positions:,}: give shorter --lengths"
             )
         documents += _generated(tasks, asked, lambda text: len(engine.encode(text)), work.say)
+        cells = len(documents) * len(plan.cells())
+        work.say(
+            f"{cells:,} cells: {len(documents):,} documents, each at {len(plan.cells()):,} (what is there is left out)"
+        )
     with evaluating(quiet) as show:
         return evaluate(
             engine,

@@ -177,6 +177,8 @@ def _ratio_figure(section: Section, _: Content, palette: dict[str, int]) -> tupl
         axis.set_xscale("log", base=2)
         axis.set_xticks(ratios, labels=[times(ratio) for ratio in ratios])
         axis.minorticks_off()
+        if len(ratios) == 1:  # what is side by side at one ratio must not look like several
+            axis.set_xlim(ratios[0] / 2, ratios[0] * 2)
         axis.set_xlabel("compaction ratio")
     _joined_legend(figure, handles, references)
     intervals = ", with 95 % intervals" if panels[0].scale == PERCENT else ""
