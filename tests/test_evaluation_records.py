@@ -131,4 +131,4 @@ def test_the_example_of_ones_own_questions():
     assert {document.task for document in documents} == {"handbook"}
     for document in documents:
         for each in document.questions:
-            assert all(document.context.count(answer) == 1 for answer in each.answers)
+            assert all(document.context.casefold().count(a.casefold()) == 1 for a in each.answers)
