@@ -190,10 +190,8 @@ def _run(asked: _Asked, choice: ModelChoice, quiet: bool) -> list[CellResult]:
                 f"{engine.geometry.max_positions:,}: give shorter --lengths"
             )
         documents += _generated(tasks, asked, lambda text: len(engine.encode(text)), work.say)
-        cells = len(documents) * len(plan.cells())
-        work.say(
-            f"{cells:,} cells: {len(documents):,} documents, each at {len(plan.cells()):,} (what is there is left out)"
-        )
+        each = len(plan.cells())
+        work.say(f"{len(documents) * each:,} cells: {each:,} of each of {len(documents):,} documents")
     with evaluating(quiet) as show:
         return evaluate(
             engine,
