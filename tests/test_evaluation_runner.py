@@ -400,3 +400,16 @@ def test_the_number_of_questions_is_that_of_the_scored_ones(engine, tmp_path):
     row = summarise(evaluate(engine, [mixed], plan(["two_pass"], [2]), tmp_path))[0]
     assert (row.questions, row.choices) == (2, 1)
     assert (row.kinds["a"].questions, row.kinds["a"].choices) == (2, 1)
+
+
+def test_the_page_shows_questions_and_answers(engine, tmp_path):
+    from agentcompact.evaluation.report import write_report
+
+    cells = evaluate(engine, DOCUMENTS, plan(["two_pass"], [2, 4, 8], metrics=frozenset({"answers"})), tmp_path)
+    first = cells[0].questions[0]
+    assert (first.question, first.expected) == (DOCUMENTS[0].questions[0].question, ["w5"])
+    write_report(cells, tmp_path / "report", plots=False)
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert "What was answered at 4x: the first 6 questions" in page
+    assert first.question in page
+    assert "✗" in page

@@ -105,6 +105,8 @@ def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[int]]:
 def _result(question: Question, text: str, choice: int | None) -> QuestionResult:
     return QuestionResult(
         kind=question.kind,
+        question=question.question.strip(),
+        expected=list(question.answers),
         answer=text,
         score=answer_score(text, question.answers, question.match),
         choice=choice,

@@ -20,13 +20,16 @@ CellKey = tuple[str, str, str, str, str, "float | None", int, int]
 class QuestionResult(BaseModel):
     """How one question was answered.
 
-    score: 1 or 0 for `match` "any", the share of the answers found for "all", None without answers. choice: the
-    option with the highest mean log-probability; choice_score: 1 or 0; None without options.
+    question, expected: what was asked, and the answers that count. score: 1 or 0 for `match` "any", the share of
+    the answers found for "all", None without answers. choice: the option with the highest mean log-probability;
+    choice_score: 1 or 0; None without options.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     kind: str = ""
+    question: str = ""
+    expected: list[str] = Field(default_factory=list)
     answer: str = ""
     score: float | None = None
     choice: int | None = None

@@ -8,6 +8,7 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from agentcompact.evaluation.report.answers import answer_grid
 from agentcompact.evaluation.report.columns import MISSING
 from agentcompact.evaluation.report.content import Content
 from agentcompact.evaluation.report.drawing import Drawing, svg_text
@@ -25,6 +26,7 @@ def html_text(content: Content, drawings: Sequence[Drawing] = ()) -> str:
         (
             section,
             section.grids(),
+            answer_grid(section, content.cells),
             # Drawn here, with every text escaped; nothing of it comes from elsewhere as markup.
             [(drawing, Markup(svg_text(drawing))) for drawing in drawings if drawing.section == index],
         )
