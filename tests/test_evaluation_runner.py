@@ -369,10 +369,10 @@ def test_an_option_without_tokens_is_named(engine, tmp_path):
     odd = Document(
         id="odd",
         context=tiny_text(30),
-        questions=(Question(question="w5", options=("w6", "\u200b\u00a0"), label=0),),
+        questions=(Question(question="w5", options=("w6", " "), label=0),),
     )
     cells = evaluate(engine, [odd], plan(["two_pass"], [2]), tmp_path)
-    assert cells[0].error in (None, "an option of the question 'w5' has no tokens")
+    assert {cell.error for cell in cells} == {"an option of the question 'w5' has no tokens"}
 
 
 def test_results_that_were_edited_by_hand(engine, tmp_path):
