@@ -88,7 +88,7 @@ def test_batched_over_heads_as_on_a_gpu(monkeypatch, rows_at_once):
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", rows_at_once * 4 * 17)
     queries, keys, bias, scaling, values = arguments
     check(
-        lambda score: module._statistics(queries, keys, bias, values, scaling=scaling, score=score),
+        lambda score: module._statistics(queries, keys, bias, values, scaling=scaling, score=score, with_mass=True),
         naive(*arguments),
     )
 

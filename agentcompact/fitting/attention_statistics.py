@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 20
-"""Scores held at a time: 4 MB in float32, small enough for a processor's caches."""
+BLOCK_ELEMENTS = 1 << 21
+"""Scores held at a time: 8 MB in float32, small enough for a processor's caches; half of it was a quarter slower."""
 
 Score = Literal["rms", "mean", "max"]
 
@@ -20,7 +20,7 @@ class AttentionStatistics:
     """What queries (heads, m, d) read from keys (heads, n, d).
 
     score: (heads, n), each key's softmax weights over the queries by root mean square, mean or maximum.
-    mass: (heads, n), the mean unnormalised weight exp(score - log_scale) of each key.
+    mass: (heads, n), the mean unnormalised weight exp(score - log_scale) of each key; zeros where it was not asked for.
     log_scale: (heads,), the one maximum per head that was subtracted, so masses of all queries share a scale.
     log_normalizer: (heads, m). row_maximum: (heads, m), the highest score of each query.
     output: (heads, m, value_dim), where values were given.
@@ -53,20 +53,21 @@ def attention_statistics(
     values: Tensor | None = None,
     *,
     score: Score = "rms",
+    with_mass: bool = True,
 ) -> AttentionStatistics:
     """Softmax over the n keys, without a causal mask, for every query.
 
     queries: (heads, m, d). keys: (heads, n, d). bias: (heads, n), added to the scaled scores. values: (heads, n, dv)
-    or None. Everything is computed in float32.
+    or None. with_mass: whether the keys' mass is wanted. Everything is computed in float32.
     """
     inputs = [queries.float(), keys.float(), bias.float()]
     if values is not None:
         inputs.append(values.float())
     if queries.device.type != "cpu":
-        return _statistics(*inputs, scaling=scaling, score=score)
+        return _statistics(*inputs, scaling=scaling, score=score, with_mass=with_mass)
     # One head at a time keeps each product whole and its block in the cache; a batched one is split by head.
     parts = [
-        _statistics(*(t[head : head + 1] for t in inputs), scaling=scaling, score=score)
+        _statistics(*(t[head : head + 1] for t in inputs), scaling=scaling, score=score, with_mass=with_mass)
         for head in range(queries.shape[0])
     ]
     outputs = [part.output for part in parts if part.output is not None]
@@ -81,7 +82,14 @@ def attention_statistics(
 
 
 def _statistics(
-    queries: Tensor, keys: Tensor, bias: Tensor, values: Tensor | None = None, *, scaling: float, score: Score
+    queries: Tensor,
+    keys: Tensor,
+    bias: Tensor,
+    values: Tensor | None = None,
+    *,
+    scaling: float,
+    score: Score,
+    with_mass: bool,
 ) -> AttentionStatistics:
     heads, m, _ = queries.shape
     n = keys.shape[1]
@@ -90,22 +98,24 @@ def _statistics(
     log_normalizer, row_maximum = queries.new_empty(heads, m), queries.new_empty(heads, m)
     output = None if values is None else queries.new_empty(heads, m, values.shape[-1])
     transposed, bias_row = keys.transpose(1, 2), bias[:, None]
+    biased = int(bool(bias.any()))  # without biases the product does not copy them into every row first
     rows = min(m, max(1, BLOCK_ELEMENTS // (heads * n)))
     buffer = queries.new_empty(heads, rows, n)
     for start in range(0, m, rows):
         block = slice(start, min(start + rows, m))
         weights = buffer if block.stop - start == rows else buffer[:, : block.stop - start].contiguous()
-        torch.baddbmm(bias_row, queries[:, block], transposed, alpha=scaling, out=weights)
+        torch.baddbmm(bias_row, queries[:, block], transposed, beta=biased, alpha=scaling, out=weights)
         top = weights.amax(dim=2)
         total = weights.sub_(top[..., None]).exp_().sum(dim=2)
         row_maximum[:, block] = top
         log_normalizer[:, block] = top + total.log()
         if values is not None and output is not None:
             output[:, block] = (weights @ values) / total[..., None]
-        scale = torch.maximum(log_scale, top.amax(dim=1))
-        mass.mul_((log_scale - scale).exp()[:, None])
-        mass += _over_queries((top - scale[:, None]).exp(), weights)
-        log_scale = scale
+        if with_mass:
+            scale = torch.maximum(log_scale, top.amax(dim=1))
+            mass.mul_((log_scale - scale).exp()[:, None])
+            mass += _over_queries((top - scale[:, None]).exp(), weights)
+            log_scale = scale
         if score == "rms":
             summed += _over_queries(total.square().reciprocal(), weights.square_())
         elif score == "mean":

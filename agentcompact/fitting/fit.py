@@ -9,7 +9,7 @@ from torch import Tensor
 
 from agentcompact.fitting.attention_statistics import BLOCK_ELEMENTS
 from agentcompact.fitting.nnls import nnls_converged, nnls_published
-from agentcompact.fitting.normal_equations import solve_ridge
+from agentcompact.fitting.normal_equations import add_gram, mirror, solve_ridge
 
 
 def fit_bias(
@@ -51,30 +51,48 @@ def fit_values(
     values: (heads, t, dv), the original ones, to which the ridge pulls: on the fitted queries the result is never
     worse than they are. output: (heads, m, dv), of all keys. Source: attention matching, least squares for C_v.
     """
-    heads, t, _ = keys.shape
-    gram = keys.new_zeros(heads, t, t, dtype=torch.float64)
-    right = values.new_zeros(heads, t, values.shape[-1], dtype=torch.float64)
-    for rows in _row_blocks(queries.shape[1], heads * t):
+    gram = _Gram(keys)
+    right = torch.zeros_like(values, dtype=torch.float64)
+    for rows in _row_blocks(queries.shape[1], values.shape[0] * values.shape[1]):
         weights = _scores(queries[:, rows], keys, bias, scaling).softmax(dim=2)
-        gram += weights.transpose(1, 2) @ weights
-        right += weights.transpose(1, 2) @ (output[:, rows] - weights @ values)
-    return values + solve_ridge(gram, right, ridge).to(values.dtype)
+        gram.add(weights)
+        right += weights.mT @ (output[:, rows] - weights @ values)
+    return values + solve_ridge(gram.whole(), right, ridge).to(values.dtype)
 
 
 def _mass_equations(
     queries: Tensor, keys: Tensor, bias: Tensor, scaling: float, log_normalizer: Tensor, row_maximum: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return AᵀA (heads, t, t) and Aᵀy (heads, t) of the mass regression, in float64."""
-    heads, t, _ = keys.shape
-    gram = keys.new_zeros(heads, t, t, dtype=torch.float64)
-    right = keys.new_zeros(heads, t, dtype=torch.float64)
-    for rows in _row_blocks(queries.shape[1], heads * t):
+    gram = _Gram(keys)
+    right = torch.zeros_like(bias, dtype=torch.float64)
+    for rows in _row_blocks(queries.shape[1], bias.numel()):
         top = row_maximum[:, rows, None]
         columns = _scores(queries[:, rows], keys, bias, scaling).sub_(top).exp_()
         target = (log_normalizer[:, rows, None] - top).exp()
-        gram += columns.transpose(1, 2) @ columns
-        right += (columns.transpose(1, 2) @ target)[..., 0]
-    return gram, right
+        gram.add(columns)
+        right += (columns.mT @ target)[..., 0]
+    return gram.whole(), right
+
+
+class _Gram:
+    """The Gram matrices of some heads, summed over blocks of rows in float32, and those sums in float64."""
+
+    def __init__(self, keys: Tensor) -> None:
+        heads, t, _ = keys.shape
+        self._sum = keys.new_zeros(heads, t, t, dtype=torch.float64)
+        self._block = keys.new_empty(heads, t, t)
+
+    def add(self, columns: Tensor) -> None:
+        """Add columns (heads, rows, t)."""
+        self._block.zero_()
+        for head in range(len(columns)):
+            add_gram(self._block[head], columns[head])
+        self._sum += self._block
+
+    def whole(self) -> Tensor:
+        """Return the matrices (heads, t, t) in float64."""
+        return mirror(self._sum)
 
 
 def _scores(queries: Tensor, keys: Tensor, bias: Tensor, scaling: float) -> Tensor:

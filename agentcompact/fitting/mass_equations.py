@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from agentcompact.fitting.attention_statistics import BLOCK_ELEMENTS
+from agentcompact.fitting.normal_equations import add_gram, mirror
 
 _SMALL = 1 << 27
 """Multiplications for a Gram matrix up to which it is made in float64."""
-_STRIPS = 8
 
 
 def mass_equations(
@@ -19,7 +17,7 @@ def mass_equations(
 ) -> tuple[Tensor, Tensor]:
     """Return AᵀA (heads, n, n) and Aᵀy (heads, n, float64), A the columns exp(score - top) and y the target.
 
-    In float32, or float64 where that is quick. Half of the symmetric matrix is computed, in strips.
+    In float32, or float64 where that is quick.
     """
     heads, m, _ = queries.shape
     n = keys.shape[1]
@@ -27,7 +25,6 @@ def mass_equations(
     gram = keys.new_zeros(heads, n, n, dtype=kind)
     right = keys.new_zeros(heads, n, dtype=torch.float64)
     size = max(256, 4 * BLOCK_ELEMENTS // n)
-    edges = [n * strip // _STRIPS for strip in range(_STRIPS + 1)]
     for head in range(heads):
         for start in range(0, m, size):
             block = slice(start, start + size)
@@ -35,10 +32,8 @@ def mass_equations(
                 *(t[head].to(kind) for t in (queries[:, block], keys, bias, top[:, block])), scaling=scaling
             )
             right[head] += (target[head, block].to(kind) @ columns).double()
-            for begin, end in pairwise(edges):
-                gram[head, begin:end, begin:].addmm_(columns[:, begin:end].T, columns[:, begin:])
-        for begin, end in pairwise(edges):
-            gram[head, end:, begin:end] = gram[head, begin:end, end:].T
+            add_gram(gram[head], columns)
+        gram[head] = mirror(gram[head])
     return gram, right
 
 

@@ -33,10 +33,13 @@ class ScoredKeys:
 
 
 def score_all_keys(
-    queries: Tensor, keys: Tensor, bias: Tensor, scaling: float, values: Tensor | None, score: Score
+    queries: Tensor, keys: Tensor, bias: Tensor, scaling: float, values: Tensor | None, score: Score, with_mass: bool
 ) -> ScoredKeys:
-    """Score every key by every query: (heads, m, d), (heads, n, d), (heads, n), values (heads, n, dv) or None."""
-    full = attention_statistics(queries, keys, bias, scaling, values, score=score)
+    """Score every key by every query: (heads, m, d), (heads, n, d), (heads, n), values (heads, n, dv) or None.
+
+    with_mass: whether the keys' mass is wanted; zeros otherwise.
+    """
+    full = attention_statistics(queries, keys, bias, scaling, values, score=score, with_mass=with_mass)
     candidates = torch.arange(keys.shape[1], device=keys.device).expand(keys.shape[0], -1)
     return ScoredKeys(candidates, full.score, full.mass, full.mass.sum(dim=1), full)
 

@@ -199,7 +199,8 @@ class AttentionMatching(Strategy):
             return ScoredKeys.nothing(len(group.heads), group.keys)
         if settings.keys != "two_pass" or shortlisted >= n:
             wanted = group.values if settings.values == "least_squares" else None
-            return score_all_keys(group.queries, group.keys, group.bias, scaling, wanted, settings.score)
+            with_mass = settings.bias == "redistribute"
+            return score_all_keys(group.queries, group.keys, group.bias, scaling, wanted, settings.score, with_mass)
         rows = torch.stack([self._first_pass_rows(group, head, layer, request.seed) for head in group.heads])
         return score_shortlist(
             group.queries,
@@ -306,7 +307,9 @@ class AttentionMatching(Strategy):
             return part.scored.full.of_heads(rows)
         group = part.group
         wanted = group.values[rows] if self.settings.values == "least_squares" else None
-        return attention_statistics(group.queries[rows], group.keys[rows], group.bias[rows], scaling, wanted)
+        return attention_statistics(
+            group.queries[rows], group.keys[rows], group.bias[rows], scaling, wanted, with_mass=False
+        )
 
     def _first_pass_rows(self, group: HeadGroup, head: int, layer: int, seed: int) -> Tensor:
         return random_rows(group.queries.shape[1], self.settings.first_pass_queries, _generator(seed, layer, head))

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from agentcompact.fitting.attention_statistics import Score
 from agentcompact.fitting.budgets import BudgetKind
 from agentcompact.queries.mix import KINDS
 from agentcompact.queries.self_study import ANSWER_TOKENS, PROMPTS
@@ -40,9 +41,7 @@ class AttentionMatchingSettings(StrategySettings):
     keys: Literal["highest_attention", "two_pass", "omp"] = Field(
         "highest_attention", description="score all keys by all queries, a shortlist only, or pursue the mass greedily"
     )
-    score: Literal["rms", "mean", "max"] = Field(
-        "rms", description="how a key's weights over the queries are summed up"
-    )
+    score: Score = Field("max", description="how a key's weights over the queries are summed up")
     omp: Literal["published", "exact"] = Field("published", description="omp: the published schedule, or key by key")
     bias: Literal["nnls", "redistribute", "none"] = Field("nnls", description="how the entries get their biases")
     values: Literal["least_squares", "direct"] = Field("least_squares", description="fitted or original values")
@@ -92,3 +91,4 @@ class PresetSettings(AttentionMatchingSettings):
         description=AttentionMatchingSettings.model_fields["queries"].description,
     )
     budgets: BudgetKind = Field("uniform", description=AttentionMatchingSettings.model_fields["budgets"].description)
+    score: Score = Field("rms", description=AttentionMatchingSettings.model_fields["score"].description)

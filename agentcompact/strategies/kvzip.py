@@ -45,4 +45,5 @@ class KVzip(QueryEviction):
         self, request: CompactionRequest, layer: int, group: HeadGroup, captured: CapturedQueries
     ) -> Tensor:
         scaling = request.engine.geometry.scaling
-        return attention_statistics(group.queries, group.keys, group.bias, scaling, score="max").score
+        found = attention_statistics(group.queries, group.keys, group.bias, scaling, score="max", with_mass=False)
+        return found.score

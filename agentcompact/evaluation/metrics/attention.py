@@ -50,7 +50,7 @@ class HeldOutAttention:
             self._layers.append((span, queries, self._read(span, queries)))
             if self._ranking is not None and full.captured is not None:
                 (group,) = head_groups(span, full.captured.layer(index, 0, self._length))
-                statistics = attention_statistics(group.queries, group.keys, group.bias, self._scaling)
+                statistics = attention_statistics(group.queries, group.keys, group.bias, self._scaling, with_mass=False)
                 self._ranking.append(statistics.score)
 
     def compare(self, cache: CompactedCache) -> AttentionErrors | None:
@@ -70,7 +70,7 @@ class HeldOutAttention:
     def _read(self, span: Span, queries: Tensor) -> tuple[Tensor, Tensor]:
         """Return outputs (kv_heads, m, head_dim) and log-normalizers (kv_heads, m) of all heads in order."""
         parts = [
-            attention_statistics(group.queries, group.keys, group.bias, self._scaling, group.values)
+            attention_statistics(group.queries, group.keys, group.bias, self._scaling, group.values, with_mass=False)
             for group in head_groups(span, queries)
         ]
         outputs = [part.output for part in parts if part.output is not None]
