@@ -12,9 +12,9 @@ from agentcompact.engines import TransformersEngine
 from agentcompact.evaluation.asking import ask, encode_questions
 from agentcompact.evaluation.metrics.answers import answer_score, mean_log_probability
 from agentcompact.evaluation.metrics.attention import HeldOutAttention
-from agentcompact.evaluation.metrics.fidelity import continuation_fidelity
 from agentcompact.evaluation.metrics.speed import decode_rate
 from agentcompact.evaluation.records import Question
+from agentcompact.fitting.continuation_fidelity import continuation_fidelity
 from agentcompact.strategies import CompactionRequest, make_strategy
 
 LENGTH = 60

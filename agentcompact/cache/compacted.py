@@ -182,17 +182,18 @@ class CompactedCache(Cache):  # type: ignore[misc]
     def replaced(self, spans: Sequence[Span], start: int, stop: int) -> CompactedCache:
         """Return a cache in which `spans`, one for each full layer, stand for the tokens [start, stop).
 
-        Entries before `start` stay in the span as they are, tokens from `stop` on stay the live tail; nothing of
-        this cache changes, and the captured queries go along.
+        Entries before `start` stay in the span as they are, and so do those behind `stop` that are compacted already;
+        live tokens from `stop` on stay the live tail. Nothing of this cache changes, and the captured queries go along.
         """
-        if stop < self.span_tokens or not 0 <= start < stop <= self.next_position:
-            raise CacheError(f"positions {start} to {stop} are not a span that ends in the live tail")
-        other = self.fork()
+        if not 0 <= start < stop <= self.next_position:
+            raise CacheError(f"positions {start} to {stop} are no span of the cache's {self.next_position} tokens")
+        other, border = self.fork(), max(stop, self.span_tokens)
         for (index, layer), span in zip(other.full_layers, spans, strict=True):
-            kept = layer.get_seq_length() - stop
+            kept = layer.get_seq_length() - border
             tail = layer.tail.last(layer.length, kept) if layer.tail is not None and kept else None
             head = [self.source(index, 0, start)] if start else []
-            layer.hold(join_spans([*head, span]), stop, tail, kept)
+            behind = layer.span.within(stop, border) if layer.span is not None and stop < border else None
+            layer.hold(join_spans([*head, span, *([behind] if behind is not None else [])]), border, tail, kept)
         return other
 
     @contextmanager

@@ -10,14 +10,16 @@ from pydantic import BaseModel, ConfigDict, Field
 class PromptFormat(BaseModel):
     """The text around a document and around each question about it.
 
-    The cache holds `prefix` + document; a question is asked as `before_question` + question + `after_question`, and
-    its answer ends at any of `stop`, for a model that goes on with a question of its own.
+    The cache holds `prefix` + document; a question is asked as `opening` + `before_question` + question +
+    `after_question`, and its answer ends at any of `stop`, for a model that goes on with a question of its own.
+    `opening` is what a chat template writes to begin a user's message, where questions are messages of their own.
     """
 
     model_config = ConfigDict(frozen=True)
 
     kind: str = "raw"
     prefix: str = ""
+    opening: str = ""
     before_question: str = "\nQuestion: "
     after_question: str = "\nAnswer:"
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ("\n\n", "\nQuestion:")

@@ -3,6 +3,7 @@
 from agentcompact.engines.base import (
     CAPTURES_QUERIES,
     GIVES_GRADIENTS,
+    ROTATES_STATES,
     Engine,
     EngineCounters,
     Generation,
@@ -15,6 +16,7 @@ from agentcompact.engines.transformers_engine import TransformersEngine
 __all__ = [
     "CAPTURES_QUERIES",
     "GIVES_GRADIENTS",
+    "ROTATES_STATES",
     "Engine",
     "EngineCounters",
     "Generation",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -31,16 +32,36 @@ class EngineCounters:
     prefilled_tokens: int = 0
     decoded_tokens: int = 0
     compaction_tokens: int = 0
+    probe_tokens: int = 0
+    """Tokens read to measure a compaction."""
 
     @contextmanager
     def as_compaction(self) -> Iterator[None]:
         """Count what is read and decoded meanwhile as compaction work, and as nothing else."""
-        prefilled, decoded = self.prefilled_tokens, self.decoded_tokens
+        before = self._worked
         try:
             yield
         finally:
-            self.compaction_tokens += self.prefilled_tokens - prefilled + self.decoded_tokens - decoded
-            self.prefilled_tokens, self.decoded_tokens = prefilled, decoded
+            self.compaction_tokens += self._take_back(before)
+
+    @contextmanager
+    def as_probe(self) -> Iterator[None]:
+        """Count what is read and decoded meanwhile as measuring, and as nothing else."""
+        before = self._worked
+        try:
+            yield
+        finally:
+            self.probe_tokens += self._take_back(before)
+
+    @property
+    def _worked(self) -> tuple[int, int]:
+        return self.prefilled_tokens, self.decoded_tokens
+
+    def _take_back(self, before: tuple[int, int]) -> int:
+        """Set both counts back to what they were; return the tokens counted since."""
+        taken = sum(self._worked) - sum(before)
+        self.prefilled_tokens, self.decoded_tokens = before
+        return taken
 
 
 @dataclass
@@ -80,6 +101,25 @@ class Engine(Protocol):
 
     def prompt_parts(self) -> PromptParts | None:
         """Return what the chat template writes around a user's message, or None where there is no template."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model brings a chat template."""
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        """Render a conversation by the chat template. Raises InputError where the template refuses it."""
+
+    def control_strings(self) -> frozenset[str]:
+        """Return the texts that are read as control tokens in a template."""
+
+    def load_cache(self, path: Path) -> CompactedCache:
+        """Read a cache file of this engine's model; see `agentcompact.cache.file.load_cache`."""
 
     def prefill(
         self,

@@ -8,5 +8,7 @@ from agentcompact.engines.base import Engine
 
 def question_ids(engine: Engine, form: PromptFormat, question: str) -> list[int]:
     """Return the token ids of a question as it follows the document; the answer comes next."""
-    after = engine.encode(form.after_question, control_tokens=form.kind == "chat")
-    return [*engine.encode(form.before_question + question.strip()), *after]
+    chat = form.kind == "chat"
+    opening = engine.encode(form.opening, control_tokens=chat) if form.opening else []
+    after = engine.encode(form.after_question, control_tokens=chat)
+    return [*opening, *engine.encode(form.before_question + question.strip()), *after]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from agentcompact.engines.prompt_batch import PromptBatch, padded_rows
 from agentcompact.engines.rotary import Rotary
 from agentcompact.engines.sampling import Sampler, StopWatch, end_token_ids
 from agentcompact.errors import CacheError, ContextLengthError, DocumentError
-from agentcompact.models import LoadedModel, PromptParts, split_template
+from agentcompact.models import LoadedModel, PromptParts, render_chat, split_template
 from agentcompact.models.support import attention_modules
 from agentcompact.settings import EngineSettings, SamplingSettings
 
@@ -82,6 +83,25 @@ class TransformersEngine:
 
     def prompt_parts(self) -> PromptParts | None:
         return split_template(self.model.tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.model.tokenizer, "chat_template", None))
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        return render_chat(self.model.tokenizer, messages, tools, generation_prompt=generation_prompt)
+
+    def control_strings(self) -> frozenset[str]:
+        return self.model.encoder.control_strings
+
+    def load_cache(self, path: Path) -> CompactedCache:
+        return CompactedCache.load(path, self.model)
 
     def prefill(
         self,

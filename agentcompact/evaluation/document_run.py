@@ -16,11 +16,11 @@ from agentcompact.errors import AgentCompactError
 from agentcompact.evaluation.asking import Asked, ask, encode_questions
 from agentcompact.evaluation.choices import StrategyChoice
 from agentcompact.evaluation.metrics.attention import HeldOutAttention
-from agentcompact.evaluation.metrics.fidelity import continuation_fidelity
 from agentcompact.evaluation.metrics.speed import decode_rate
 from agentcompact.evaluation.records import Document
 from agentcompact.evaluation.results import NO_CONTEXT, CellResult
 from agentcompact.evaluation.tasks.haystack import novel_sentences
+from agentcompact.fitting.continuation_fidelity import continuation_fidelity
 from agentcompact.settings import resolve_budget
 from agentcompact.strategies import CompactionRequest
 

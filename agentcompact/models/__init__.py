@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentcompact.models.cache_dir import cache_root
-    from agentcompact.models.chat_template import PromptParts, split_template
+    from agentcompact.models.chat_template import PromptParts, render_chat, split_template
     from agentcompact.models.embedded import embedded_gguf
     from agentcompact.models.fingerprint import model_fingerprint, tokenizer_hash
     from agentcompact.models.geometry import ModelGeometry, read_geometry
@@ -32,6 +32,7 @@ __all__ = [
     "load_model",
     "model_fingerprint",
     "read_geometry",
+    "render_chat",
     "resolve_source",
     "split_template",
     "tokenizer_hash",
@@ -52,6 +53,7 @@ _HOME = {
     "model_fingerprint": "fingerprint",
     "read_geometry": "geometry",
     "resolve_source": "sources",
+    "render_chat": "chat_template",
     "split_template": "chat_template",
     "tokenizer_hash": "fingerprint",
     "wrap_model": "loading",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +59,45 @@ def _render(tokenizer: Any, system: str | None) -> str | None:
     """The rendered prompt with the placeholders in it, or None if the template cannot be rendered."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": _DOCUMENT + _BETWEEN + _QUESTION})
-    options = {"enable_thinking": False} if "enable_thinking" in str(tokenizer.chat_template) else {}
     try:
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        prompt = _apply(tokenizer, messages, add_generation_prompt=True)
     except jinja2.TemplateError as error:
         if system is None:
             return None
         raise InputError(f"the model's chat template refuses a system message: {one_line(error)}") from error
     return prompt if isinstance(prompt, str) else None
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None = None,
+    *,
+    generation_prompt: bool = False,
+) -> str:
+    """Render a conversation by a tokenizer's chat template.
+
+    tools: their JSON schemas. generation_prompt: whether to begin the assistant's reply. Raises InputError where the
+    template refuses the messages.
+    """
+    try:
+        text = _apply(
+            tokenizer, list(messages), tools=list(tools) if tools else None, add_generation_prompt=generation_prompt
+        )
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        KeyError,
+        IndexError,
+    ) as error:  # templates do arithmetic on roles
+        raise InputError(f"the model's chat template refuses this conversation: {one_line(error)}") from error
+    if not isinstance(text, str):
+        raise InputError("the model's chat template gives no text")
+    return text
+
+
+def _apply(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+    if "enable_thinking" in str(tokenizer.chat_template):
+        options["enable_thinking"] = False
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)

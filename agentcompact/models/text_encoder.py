@@ -20,6 +20,11 @@ class TextEncoder:
         first = self._tokenizer("a", verbose=False)["input_ids"][:1]
         self.beginning = [int(i) for i in first if i == tokenizer.bos_token_id]
         """What the tokenizer puts before a plain text: the beginning of sequence, or nothing."""
+        added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        self.control_strings = frozenset(
+            str(token.content) for token in added.values() if token.special and token.content.strip()
+        ) | frozenset(tokenizer.all_special_tokens)
+        """Texts that are control tokens where they are read as such."""
 
     def encode(self, text: str, *, control_tokens: bool) -> list[int]:
         """Token ids of a text, nothing added; control tokens in it are plain text unless `control_tokens`."""

@@ -169,11 +169,10 @@ class Strategy(ABC):
         self.check_engine(request.engine)
         if request.budget < 1:
             raise BudgetError(f"budget {request.budget} is too small: at least one entry per head is kept")
-        length, fixed = request.cache.next_position, request.cache.span_tokens
-        if not 0 <= request.start < request.end <= length or request.end < fixed:
-            known = f", of which {fixed:,} are compacted already and stay together" if fixed else ""
+        length = request.cache.next_position
+        if not 0 <= request.start < request.end <= length:
             raise BudgetError(
-                f"positions {request.start:,} to {request.end:,} are no span of the cache's {length:,} tokens" + known
+                f"positions {request.start:,} to {request.end:,} are no span of the cache's {length:,} tokens"
             )
 
 

@@ -1,0 +1,380 @@
+"""The memory manager: keeps a conversation's cache within its window by compacting it, and can take that back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from agentcompact.cache import CompactedCache, PromptFormat
+from agentcompact.engines import Engine, Progress
+from agentcompact.errors import AgentCompactError, CacheError, ContextLengthError, InputError
+from agentcompact.session.compaction import Compacted, CompactionReport, compact_conversation
+from agentcompact.session.context import BehindSpanError, Context, HeldMessage, Item, Reading
+from agentcompact.session.journal import Journal
+from agentcompact.session.messages import has_open_call
+from agentcompact.session.planning import (
+    CompactionPlan,
+    Pressure,
+    head_length,
+    plan_block,
+    plan_compaction,
+    reserved_for_reply,
+)
+from agentcompact.session.policy import SessionPolicy
+from agentcompact.session.repositioning import NEAR, check_repositioning, new_length, repositioned
+from agentcompact.session.state import SessionState, Snapshot
+
+BeforeCompaction = Callable[[CompactionPlan], "str | bool | None"]
+"""May return False to veto a compaction, or a text that it should focus on."""
+AfterCompaction = Callable[[CompactionReport], None]
+
+SMALLEST_BLOCK = 16
+
+
+class VetoError(AgentCompactError):
+    """A compaction that `before_compaction` did not allow."""
+
+
+class MemoryManager:
+    """Owns a session's cache: what is read into it, when and how it is compacted, and the snapshots to go back to."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        journal: Journal,
+        state: SessionState,
+        policy: SessionPolicy,
+        prompt: PromptFormat,
+        before_compaction: BeforeCompaction | None = None,
+        after_compaction: AfterCompaction | None = None,
+    ) -> None:
+        self.engine = engine
+        self.journal = journal
+        self.state = state
+        self.policy = policy
+        self.prompt = prompt
+        self.before_compaction = before_compaction
+        self.after_compaction = after_compaction
+        self.paused: str = ""
+        """Why automatic compaction waits until the window forces it; "" where it does not."""
+        self._paused_at = 0.0
+        self.moved = 0
+        """By how many positions keys were moved down so far."""
+        self.notes: list[str] = []
+        """What a person should know of the last reply's memory work."""
+        self.context = self._restored(state.latest)
+
+    @property
+    def cache(self) -> CompactedCache:
+        return self.context.cache
+
+    @property
+    def window(self) -> int:
+        return self.policy.window_of(self.engine.geometry.max_positions)
+
+    def record(self, kind: str, **data: object) -> None:
+        """Write an event into the journal and carry it out."""
+        self.journal.add(kind, **data)
+        self.state.apply(kind, data)
+
+    # Reading
+
+    def read(
+        self, items: Sequence[Item], begun: int, wanted: int, progress: Progress | None = None
+    ) -> tuple[int, list[CompactionReport]]:
+        """Read what of a conversation is not in the cache, compacting before where it must be.
+
+        begun: tokens that begin the reply. wanted: tokens that it may have. Returns the tokens read and the reports of
+        compactions. Raises ContextLengthError where it cannot be made to fit; the cache is then as it was.
+        """
+        self.notes = []
+        worked = self.engine.counters.prefilled_tokens
+        reading = self._settled(items, progress)
+        if reading.changed:
+            self.notes.append(
+                f"the template writes {reading.changed} compacted messages otherwise by now; they stay as they were"
+            )
+        reports = self._make_room(items, reading, begun, wanted, progress)
+        reading = self.context.reading(items)
+        reserve = reserved_for_reply(self.window, wanted)
+        if self._over(reading.tokens + begun + reserve):
+            reports += self._read_in_blocks(reading, begun + reserve, progress)
+        else:
+            self.context.read(reading, progress)
+        return self.engine.counters.prefilled_tokens - worked, reports
+
+    def _settled(self, items: Sequence[Item], progress: Progress | None) -> Reading:
+        """Go back to the last common message, by an older snapshot where it lies behind a compaction."""
+        try:
+            return self.context.settle(items, progress)
+        except BehindSpanError:
+            self._go_back_behind_span(self.context.reading(items).common)
+            return self.context.settle(items, progress)
+
+    def _go_back_behind_span(self, count: int) -> None:
+        """Restore the newest snapshot that can go back to `count` messages; nothing is held where there is none."""
+        while self.state.compactions:
+            before = self.state.compactions[-1].before
+            self.record("undone")
+            if not self.journal.has(before.name):
+                continue
+            restored = self._restored(before)
+            try:
+                restored.go_back(min(count, len(restored.held)))
+            except BehindSpanError:
+                continue
+            self.context = restored
+            return
+        self.record("cleared", count=len(self.state.messages))
+        self.context = self._restored(None)
+
+    def _over(self, more: int) -> bool:
+        return self.cache.held_positions + more > self.window
+
+    def _make_room(
+        self, items: Sequence[Item], reading: Reading, begun: int, wanted: int, progress: Progress | None
+    ) -> list[CompactionReport]:
+        """Compact before reading where the trigger is reached, or the window would be passed."""
+        pending, reserve = reading.tokens + begun, reserved_for_reply(self.window, wanted)
+        self._move_down(pending + reserve)
+        held = self.cache.held_positions
+        if self.paused and held + pending > self._paused_at + self.policy.margin * self.window:
+            self.paused = ""
+        due = not self.paused and self.policy.is_triggered(held + pending, self._live_messages(items), self.window)
+        forced = self._over(pending + reserve)
+        if not self.policy.auto or not (due or forced) or has_open_call([item.message for item in items]):
+            return []
+        pressure = Pressure(self.window, pending, reserve)
+        try:
+            report = self._compact_once(items, pressure, progress)
+        except AgentCompactError as error:
+            if not forced:
+                self._pause(str(error))
+                return []
+            if reading.tokens > self.window // 4:
+                return []  # a long message: it is read in blocks
+            raise
+        self._move_down(pending + reserve)
+        if self.cache.held_positions > pressure.most_after(self.policy):
+            self._pause(f"the compaction freed {report.held_before - report.held_after:,.0f} positions only")
+        return [report]
+
+    def _compact_once(self, items: Sequence[Item], pressure: Pressure, progress: Progress | None) -> CompactionReport:
+        plan = self._plan(items, pressure)
+        if isinstance(plan, str):
+            raise ContextLengthError(f"the conversation cannot be compacted further: {plan}")
+        return self.compact(plan, automatic=True, most=pressure.most_after(self.policy), progress=progress)
+
+    def _plan(self, items: Sequence[Item], pressure: Pressure, *, forced: bool = False) -> CompactionPlan | str:
+        messages = [item.message for item in items]
+        return plan_compaction(
+            messages, self.context.held, self.cache, self.state.pinned, self.policy, pressure, forced=forced
+        )
+
+    def _pause(self, why: str) -> None:
+        self.paused, self._paused_at = why, self.cache.held_positions
+        self.notes.append(f"automatic compaction waits: {why}")
+
+    def _live_messages(self, items: Sequence[Item]) -> int:
+        border = self.context.compacted_until
+        return len(items) - sum(held.stop <= border for held in self.context.held)
+
+    # Compacting
+
+    def compact_now(
+        self, items: Sequence[Item], focus: str | None = None, progress: Progress | None = None
+    ) -> CompactionReport:
+        """Compact what is neither pinned nor kept. Raises InputError where there is nothing to compact."""
+        self._settled(items, progress)
+        plan = self._plan(items, Pressure(self.window), forced=True)
+        if isinstance(plan, str):
+            raise InputError(plan)
+        return self.compact(plan, focus=focus, progress=progress)
+
+    def compact(
+        self,
+        plan: CompactionPlan,
+        *,
+        focus: str | None = None,
+        automatic: bool = False,
+        most: float | None = None,
+        progress: Progress | None = None,
+    ) -> CompactionReport:
+        """Carry out a plan: the old state stays until the new one is complete and on disk.
+
+        Raises VetoError where the callback says no, and what `compact_conversation` raises.
+        """
+        if self.before_compaction is not None:
+            said = self.before_compaction(plan)
+            if said is False:
+                raise VetoError("the compaction was vetoed by before_compaction")
+            focus = said if isinstance(said, str) else focus
+        before, held, frozen = self.cache, tuple(self.context.held), self.context.frozen
+        before.metadata.prompt = self.prompt
+        done = compact_conversation(
+            self.engine, before, plan, self.policy, focus=focus, automatic=automatic, most=most, progress=progress
+        )
+        if not done.report.entries_after < done.report.entries_before:
+            raise CacheError(f"{done.report.strategy} made nothing smaller: nothing was changed")
+        context = _moved_context(self.engine, done, held, frozen)
+        keeps = self.policy.snapshot_bytes > 0
+        old = Snapshot(self.journal.save(before) if keeps else "", held, frozen)
+        new = Snapshot(self.journal.save(context.cache) if keeps else "", tuple(context.held), context.frozen)
+        self.record("compacted", report=done.report.model_dump(mode="json"), before=old.to_json(), after=new.to_json())
+        self.context = context
+        self.journal.prune(self.policy.snapshot_bytes, {old.name, new.name})
+        if self.after_compaction is not None:
+            self.after_compaction(done.report)
+        return done.report
+
+    def undo(self) -> CompactionReport:
+        """Restore the cache before the last compaction, without reading anything; return that compaction's report.
+
+        What was said since is read again with the next reply. Raises InputError where there is nothing to undo, or its
+        snapshot was pruned.
+        """
+        if not self.state.compactions:
+            raise InputError("there is no compaction to undo")
+        last = self.state.compactions[-1]
+        if not self.journal.has(last.before.name):
+            raise InputError("the snapshot before the last compaction is gone: raise snapshot_bytes to keep more")
+        context = self._restored(last.before, strict=True)
+        self.record("undone")
+        self.context = context
+        self._pause("the last compaction was undone")
+        return last.report
+
+    def _move_down(self, more: int) -> None:
+        """Re-position what is compacted where the logical position nears the model's limit."""
+        limit = self.engine.geometry.max_positions
+        cache = self.cache
+        if cache.next_position + more <= NEAR * limit or not cache.is_compacted:
+            return
+        start = self._head_position()
+        stop = cache.span_tokens
+        length = new_length(cache, start, stop, limit) if stop > start else 0
+        gap = stop - start - length
+        if gap <= 0:
+            return
+        check_repositioning(self.engine)
+        moved = repositioned(self.engine, cache, start, stop, length)
+
+        def place(position: int) -> int:
+            if position < start:
+                return position
+            return position - gap if position >= stop else start + (position - start) * length // (stop - start)
+
+        held = [replace(each, start=place(each.start), stop=place(each.stop)) for each in self.context.held]
+        self.context = Context(self.engine, moved, held, place(self.context.frozen))
+        self.moved += gap
+        self.notes.append(f"keys were moved down by {gap:,} positions, since the model's context ends at {limit:,}")
+
+    def _head_position(self) -> int:
+        head = head_length(self.state.messages, self.state.pinned)
+        held = self.context.held
+        return held[head - 1].stop if 0 < head <= len(held) else 0
+
+    # Long messages
+
+    def _read_in_blocks(self, reading: Reading, reserve: int, progress: Progress | None) -> list[CompactionReport]:
+        """Read messages that do not fit the window block by block, compacting each; all or nothing.
+
+        Raises ContextLengthError where even that does not fit.
+        """
+        if not self.policy.auto:
+            raise ContextLengthError(
+                f"{reading.tokens:,} new tokens do not fit the window of {self.window:,}, of which "
+                f"{self.cache.held_positions:,.0f} are held: compact, or turn automatic compaction on"
+            )
+        backup = Context(self.engine, self.cache.fork(), self.context.held, self.context.frozen)
+        reports: list[CompactionReport] = []
+        try:
+            for item, ids in reading.new:
+                reports += self._read_long(item, ids, reserve, progress)
+        except BaseException:
+            while len(reports) and self.state.compactions:
+                reports.pop()
+                self.record("undone")
+            self.context = backup
+            raise
+        return reports
+
+    def _read_long(
+        self, item: Item, ids: Sequence[int], reserve: int, progress: Progress | None
+    ) -> list[CompactionReport]:
+        """Read one message, compacting what is there and its own beginning whenever the window is full."""
+        reports: list[CompactionReport] = []
+        begin, done = self.cache.next_position, 0
+        while done < len(ids):
+            block = min(self.policy.block, self.window // 4, len(ids) - done)
+            if self._over(block + reserve):
+                part = HeldMessage("", "", begin, self.cache.next_position)
+                plan = plan_block(
+                    self.state.messages, [*self.context.held, part], self.cache, self.state.pinned, self.policy,
+                    Pressure(self.window, block, reserve),
+                )  # fmt: skip
+                if isinstance(plan, str):
+                    raise ContextLengthError(
+                        f"a message of {len(ids):,} tokens does not fit the window of {self.window:,}: {plan}"
+                    )
+                reports.append(self.compact(plan, automatic=True, progress=progress))
+                self._move_down(block + reserve)
+                begin = min(begin, self.cache.next_position)
+            self.engine.prefill(ids[done : done + block], self.cache, progress=progress)
+            done += block
+        self.context.held.append(HeldMessage(item.message.key, item.piece, begin, self.cache.next_position))
+        return reports
+
+    # Snapshots
+
+    def save(self) -> None:
+        """Keep the cache as it is now, so that the session can go on without reading anything again."""
+        latest = self.state.latest
+        if (
+            self.policy.snapshot_bytes
+            and self.context.held
+            and (latest is None or latest.held != tuple(self.context.held))
+        ):
+            name = self.journal.save(self.cache)
+            snapshot = Snapshot(name, tuple(self.context.held), self.context.frozen)
+            self.record("saved", snapshot=snapshot.to_json())
+            undo = {self.state.compactions[-1].before.name} if self.state.compactions else set()
+            self.journal.prune(self.policy.snapshot_bytes, {name, *undo})
+
+    def forget(self) -> None:
+        """Hold nothing; what the session has is read anew."""
+        self.context = self._restored(None)
+        self.paused = ""
+
+    def _restored(self, snapshot: Snapshot | None, *, strict: bool = False) -> Context:
+        """Return the context of a snapshot; an empty one where there is none, or its file is gone or damaged."""
+        if snapshot is None or not self.journal.has(snapshot.name):
+            context = Context(self.engine)
+        else:
+            try:
+                cache = self.journal.load(snapshot.name, self.engine)
+                context = Context(self.engine, cache, snapshot.held, snapshot.frozen)
+            except InputError as error:
+                if strict:
+                    raise
+                self.notes.append(f"a snapshot cannot be used, its messages are read again: {error}")
+                context = Context(self.engine)
+        context.cache.metadata.prompt = self.prompt
+        return context
+
+
+def _moved_context(engine: Engine, done: Compacted, held: Sequence[HeldMessage], frozen: int) -> Context:
+    """Return the context of a compacted cache: positions as they were, or moved where a strategy wrote other text."""
+
+    def place(position: int) -> int:
+        shift = 0
+        for (start, stop), (_, new_stop) in done.moves:
+            if position >= stop:
+                shift = new_stop - stop
+            elif position > start:
+                return new_stop if done.rewrote else position
+        return position + shift
+
+    messages = [replace(each, start=place(each.start), stop=place(each.stop)) for each in held]
+    border = done.moves[-1][1][1] if done.rewrote else 0
+    return Context(engine, done.cache, messages, max(place(frozen), border))

@@ -1,0 +1,85 @@
+"""Moving what is kept to lower positions, so that a conversation never reaches the end of the model's context."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from agentcompact.cache import CompactedCache, Span
+from agentcompact.cache.tail import TailBuffer
+from agentcompact.engines import ROTATES_STATES, Engine
+from agentcompact.errors import CapabilityError, UnsupportedModelError
+
+NEAR = 0.75
+"""Fraction of the model's context beyond which positions are moved down."""
+
+
+def check_repositioning(engine: Engine) -> None:
+    """Raise CapabilityError or UnsupportedModelError where keys cannot be moved."""
+    if ROTATES_STATES not in engine.capabilities:
+        raise CapabilityError("positions cannot be moved: the engine does not rotate states")
+    if len(engine.geometry.full_layers) < len(engine.geometry.sliding_windows):
+        raise UnsupportedModelError(
+            f"{engine.geometry.model_type}: positions cannot be moved in layers with a sliding window"
+        )
+
+
+def shortest_length(cache: CompactedCache, start: int, stop: int) -> int:
+    """Return the fewest positions that the entries between start and stop can have without sharing any."""
+    longest = 1
+    for index, _ in cache.full_layers:
+        longest = max(longest, *cache.source(index, start, stop).lengths)
+    return min(longest, stop - start)
+
+
+def repositioned(engine: Engine, cache: CompactedCache, start: int, stop: int, length: int) -> CompactedCache:
+    """Return a cache in which the compacted positions [start, stop) take `length` positions, and all later ones follow.
+
+    Keys are rotated back from where they were and forth to where they are now; values, biases and the order of entries
+    stay. Of the token ids the last `length` of the span are kept. Captured queries are dropped: they lie at the old
+    positions.
+    """
+    check_repositioning(engine)
+    if not cache.span_tokens >= stop > start or not 1 <= length <= stop - start:
+        raise CapabilityError(f"positions {start} to {stop} cannot become {length}: only a compacted span is moved")
+    other, gap = cache.fork(), (stop - start) - length
+    scale = length / (stop - start)
+
+    def moved(positions: Tensor) -> Tensor:
+        inside = start + torch.floor((positions - start).double() * scale).to(positions.dtype)
+        return torch.where(positions < start, positions, torch.where(positions < stop, inside, positions - gap))
+
+    for _, layer in other.full_layers:
+        span, tail, live = layer.span, layer.tail, layer.length
+        new = None if span is None else _moved_span(engine, span, moved(span.positions))
+        if tail is not None and live:
+            places = torch.arange(layer.before, layer.before + live, device=tail.keys.device)
+            keys = _moved_keys(engine, tail.keys[0, :, :live], places, places - gap)
+            tail = TailBuffer(keys[None], tail.values[:, :, :live].clone(), live)
+        layer.hold(new, layer.before - gap, tail, live)
+    other.captured = None
+    if len(other.token_ids) == cache.next_position:
+        del other.token_ids[start : stop - length]
+    return other
+
+
+def new_length(cache: CompactedCache, start: int, stop: int, limit: int) -> int:
+    """Return how many positions a compacted span should take: a quarter of the limit, or what its entries need."""
+    return max(1, min(stop - start, max(shortest_length(cache, start, stop), math.ceil(limit / 4))))
+
+
+def _moved_span(engine: Engine, span: Span, positions: Tensor) -> Span:
+    """Return the span with its entries at other positions."""
+    keys = _moved_keys(engine, span.keys[None], span.positions, positions)[0]
+    return Span(keys, span.values, span.bias, positions, span.offsets)
+
+
+def _moved_keys(engine: Engine, keys: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Rotate keys (heads, n, head_dim) from old positions to new ones; those that stay are not touched."""
+    changed = old != new
+    if not bool(changed.any()):
+        return keys
+    turned = engine.rotate(engine.rotate(keys.float(), old, back=True), new).to(keys.dtype)
+    return torch.where(changed[None, :, None], turned, keys)
