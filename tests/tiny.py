@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentcompact import LoadedModel, wrap_model
 
@@ -71,3 +71,66 @@ def tiny_tokens(count: int, seed: int = 0) -> list[int]:
 def tiny_text(count: int, seed: int = 0) -> str:
     """Return a text that the tiny tokenizer reads as `tiny_tokens(count, seed)`."""
     return " ".join(f"w{i}" for i in tiny_tokens(count, seed))
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""A template that knows roles and nothing of tools."""
+DROPS_REASONING = (
+    "{% for message in messages %}{% set text = message['content'] %}"
+    "{% if message['role'] == 'assistant' and not loop.last %}{% set text = text.split('|')[-1] %}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + text + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""A template that leaves out what stands before a | in all assistant's messages but the last."""
+NO_SYSTEM = (
+    "{% for message in messages %}{% if message['role'] not in ('user', 'assistant') %}"
+    "{{ raise_exception('only user and assistant') }}{% endif %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""A template that refuses system messages and roles that do not alternate."""
+TOOLS = (
+    "{% if tools %}<|im_start|>system\\nTools: {{ tools | tojson }}<|im_end|>\\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\\n{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}"
+)
+"""A template that knows tools, calls and results."""
+
+
+def byte_tokenizer(template: str | None = CHATML) -> Any:
+    """Return a tokenizer of single bytes, with ChatML's control tokens and a chat template."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    made.chat_template = template
+    return made
+
+
+def chat_model(kind: str = "llama", template: str | None = CHATML, seed: int = 0, **overrides: Any) -> LoadedModel:
+    """Return a tiny random model that reads bytes and has a chat template."""
+    config_name, model_name, changes = _KINDS[kind]
+    tokenizer = byte_tokenizer(template)
+    sizes = {**_SIZES, "vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = getattr(transformers, config_name)(**{**sizes, **ids, **changes, **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, model_name)(config).to(torch.float32)
+    return wrap_model(model, tokenizer, name=f"chat-{kind}")

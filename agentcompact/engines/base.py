@@ -141,12 +141,14 @@ class Engine(Protocol):
         *,
         after: CompactedCache | None = None,
         first: int = 0,
+        numbered_from: int = 0,
         progress: Progress | None = None,
     ) -> CapturedQueries:
         """Run turns of token ids only for their queries, each for itself behind a cache, which stays as it is.
 
-        Without a cache a turn is a sequence of its own, and queries before position `first` are not kept. The work
-        counts as compaction work. Raises CacheError where the settings leave no room for queries.
+        Without a cache a turn is a sequence of its own. Queries are filed under numbers that go on from turn to turn,
+        from `numbered_from` on; those before number `first` are not kept. The work counts as compaction work. Raises
+        CacheError where the settings leave no room for queries.
         """
 
     def read_rewriting(

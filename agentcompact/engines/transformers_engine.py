@@ -147,6 +147,7 @@ class TransformersEngine:
         *,
         after: CompactedCache | None = None,
         first: int = 0,
+        numbered_from: int = 0,
         progress: Progress | None = None,
     ) -> CapturedQueries:
         store = self._new_store(seed, first)
@@ -159,7 +160,7 @@ class TransformersEngine:
                 cache = self.new_cache() if shared is None else shared.fork()
                 cache.reserve(len(turn))
                 told = None if progress is None else _shifted(progress, done, total)
-                self._run(turn, cache, store, told, "reference queries", numbered_from=done, still=total - done)
+                self._run(turn, cache, store, told, "reference queries", numbered_from + done, total - done)
                 done += len(turn)
         self.counters.compaction_tokens += total
         return store

@@ -171,8 +171,9 @@ class MemoryManager:
             messages, self.context.held, self.cache, self.state.pinned, self.policy, pressure, forced=forced
         )
 
-    def _pause(self, why: str) -> None:
-        self.paused, self._paused_at = why, self.cache.held_positions
+    def _pause(self, why: str, *, until_full: bool = False) -> None:
+        """Compact no more by itself until the session has grown by the margin, or only where the window forces it."""
+        self.paused, self._paused_at = why, float("inf") if until_full else self.cache.held_positions
         self.notes.append(f"automatic compaction waits: {why}")
 
     def _live_messages(self, items: Sequence[Item]) -> int:
@@ -241,7 +242,7 @@ class MemoryManager:
         context = self._restored(last.before, strict=True)
         self.record("undone")
         self.context = context
-        self._pause("the last compaction was undone")
+        self._pause("the last compaction was undone", until_full=True)
         return last.report
 
     def _move_down(self, more: int) -> None:
