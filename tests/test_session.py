@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from tiny import DROPS_REASONING, NO_SYSTEM, TOOLS, chat_model
@@ -103,9 +105,7 @@ def test_sixty_turns_stay_within_the_window(engine, strategy):
     for report in compactions:
         assert report.held_before - report.held_after >= margin
         assert report.held_after <= 0.8 * window - margin
-    gaps = [
-        later.held_before - earlier.held_after for earlier, later in zip(compactions, compactions[1:], strict=False)
-    ]
+    gaps = [later.held_before - earlier.held_after for earlier, later in itertools.pairwise(compactions)]
     assert min(gaps) > 0.5 * margin  # none fired again at once
     assert len(made.messages) == 120
 
@@ -150,7 +150,8 @@ def test_without_auto_a_full_window_is_said(engine):
 def test_a_system_prompt_larger_than_the_trigger(engine):
     made = session(engine, system="z" * 850)
     reply = made.send("Hi.")
-    assert reply.notes and "waits" in reply.notes[0]
+    assert reply.notes
+    assert "waits" in reply.notes[0]
     assert made.cache.held_positions <= 1000
     assert len(made.send("Hi again.").notes) <= 1
     with pytest.raises(AgentCompactError):
@@ -169,7 +170,8 @@ def test_pinned_and_kept_messages_are_bit_identical(engine):
     report = made.compact()
     assert report.moved == 0
     kept = [m for m in made.message_table() if m.state == "live" and m.tokens]
-    assert {1, 2} <= {m.number for m in kept} and len(kept) >= 4
+    assert {1, 2} <= {m.number for m in kept}
+    assert len(kept) >= 4
     for row in kept:
         place = made.memory.context.held[row.number - 1]
         old = held[place.key]
@@ -178,7 +180,8 @@ def test_pinned_and_kept_messages_are_bit_identical(engine):
                 before.source(index, old.start, min(old.stop, before.next_position)),
                 made.cache.source(index, place.start, min(old.stop, before.next_position)),
             )
-            assert torch.equal(was.keys, now.keys) and torch.equal(was.values, now.values)
+            assert torch.equal(was.keys, now.keys)
+            assert torch.equal(was.values, now.values)
             assert not now.bias.any()
 
 
@@ -190,7 +193,8 @@ def test_a_pinned_message_in_the_middle_stays_through_two_compactions(engine):
         talk(made, 3)
         made.compact()
     row = made.message_table()[2]
-    assert row.pinned and row.entries == row.tokens
+    assert row.pinned
+    assert row.entries == row.tokens
     assert made.message_table()[1].state == made.message_table()[3].state == "compacted"
     with pytest.raises(InputError, match="compacted already"):
         made.pin(2)
@@ -285,7 +289,8 @@ def test_a_template_that_rewrites_costs_what_it_changes(engine):
     made.add("And?")
     made.reply()
     text = engine.model.tokenizer.decode(made.cache.token_ids)
-    assert "thoughts" not in text and "answer" in text
+    assert "thoughts" not in text
+    assert "answer" in text
     position = made.memory.context.held[3].start
     worked = engine.counters.prefilled_tokens
     reply = made.send("More.")
@@ -328,7 +333,8 @@ def test_a_tool_round_at_the_cut_stays_whole(template):
     report = made.compact()  # two messages would be the result and the reply
     assert report.kept == 3
     states = [row.state for row in made.message_table()]
-    assert states[-3:] == ["live"] * 3 and states[-4] == "compacted"
+    assert states[-3:] == ["live"] * 3
+    assert states[-4] == "compacted"
 
 
 def test_parallel_results_with_a_call_outside():
@@ -375,11 +381,12 @@ def test_a_tool_result_of_twenty_thousand_characters():
     made.add(CALL)
     made.add(Message(role="tool", content="line of the log\n" * 1250, tool_call_id="c1"))
     reply = made.reply()
-    assert made.cache.held_positions <= 4000 and reply.compactions
+    assert made.cache.held_positions <= 4000
+    assert reply.compactions
     assert len(made.messages[2].content) == 20_000
 
 
-@pytest.mark.parametrize("text", ["Grüße 🦭🛟 from the harbour", "港口的灯塔什么时候点亮？", "متى أضيئت المنارة؟"])
+@pytest.mark.parametrize("text", ["Grüße 🦭🛟 from the harbour", "港口的灯塔什么时候点亮", "متى أضيئت المنارة؟"])
 def test_any_language(engine, text):
     made = session(engine)
     made.send(text)
@@ -419,7 +426,8 @@ def test_other_architectures(kind):
     talk(made, 12)
     assert made.cache.held_positions <= 1000
     report = made.compact()
-    assert report.fidelity.tokens > 0 and report.fidelity.kl >= 0
+    assert report.fidelity.tokens > 0
+    assert report.fidelity.kl >= 0
     made.undo()
     made.send("Go on.")
 
@@ -430,7 +438,8 @@ def test_min_fidelity_refuses_and_nothing_changes(engine):
     before = logits_of(engine, made.cache)
     with pytest.raises(FidelityError, match="min_fidelity"):
         made.compact()
-    assert not made.cache.is_compacted and not made.reports
+    assert not made.cache.is_compacted
+    assert not made.reports
     closed = made.cache.fork()
     closed.truncate(made.cache.next_position - _closing(made))
     torch.testing.assert_close(logits_of(engine, closed), before)
@@ -440,16 +449,17 @@ def test_a_second_strategy_steps_in(engine):
     made = session(engine, strategy="summary", second_strategy="streaming_llm")
     talk(made, 6)
     report = made.compact()
-    assert report.strategy == "streaming_llm" and "summary" in report.attempts[0]
+    assert report.strategy == "streaming_llm"
+    assert "summary" in report.attempts[0]
 
 
 def test_callbacks(engine):
     seen = []
-    made = session(engine, before_compaction=lambda plan: "the numbers", after_compaction=seen.append)
+    made = session(engine, before_compaction=lambda _: "the numbers", after_compaction=seen.append)
     talk(made, 5)
     made.compact()
     assert seen[0].focus == "the numbers"
-    vetoed = session(engine, before_compaction=lambda plan: False)
+    vetoed = session(engine, before_compaction=lambda _: False)
     talk(vetoed, 5)
     with pytest.raises(VetoError):
         vetoed.compact()

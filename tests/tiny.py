@@ -88,16 +88,18 @@ DROPS_REASONING = (
 NO_SYSTEM = (
     "{% for message in messages %}{% if message['role'] not in ('user', 'assistant') %}"
     "{{ raise_exception('only user and assistant') }}{% endif %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """A template that refuses system messages and roles that do not alternate."""
 TOOLS = (
-    "{% if tools %}<|im_start|>system\\nTools: {{ tools | tojson }}<|im_end|>\\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\\n{{ message['content'] }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}"
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """A template that knows tools, calls and results."""
 

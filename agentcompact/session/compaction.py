@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from agentcompact.cache import CompactedCache, Report
 from agentcompact.engines import Engine, Progress
 from agentcompact.errors import AgentCompactError, CacheError
+from agentcompact.session.context import Context, HeldMessage
 from agentcompact.session.fidelity import Fidelity, measure_fidelity
 from agentcompact.session.planning import CompactionPlan, Range, held_in
 from agentcompact.session.policy import SessionPolicy
@@ -209,3 +210,20 @@ def _report(
 
 def _described(attempt: _Attempt) -> str:
     return f"{attempt.strategy.name} at {sum(attempt.budgets):,} entries per head"
+
+
+def context_after(engine: Engine, done: Compacted, held: Sequence[HeldMessage], frozen: int) -> Context:
+    """Return the context of a compacted cache: positions as they were, or moved where a strategy wrote other text."""
+
+    def place(position: int) -> int:
+        shift = 0
+        for (start, stop), (_, new_stop) in done.moves:
+            if position >= stop:
+                shift = new_stop - stop
+            elif position > start:
+                return new_stop if done.rewrote else position
+        return position + shift
+
+    messages = [replace(each, start=place(each.start), stop=place(each.stop)) for each in held]
+    border = done.moves[-1][1][1] if done.rewrote else 0
+    return Context(engine, done.cache, messages, max(place(frozen), border))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from agentcompact.cache import CompactedCache, PromptFormat
 from agentcompact.engines import Engine, Progress
 from agentcompact.errors import AgentCompactError, CacheError, ContextLengthError, InputError
-from agentcompact.session.compaction import Compacted, CompactionReport, compact_conversation
+from agentcompact.session.compaction import CompactionReport, compact_conversation, context_after
 from agentcompact.session.context import BehindSpanError, Context, HeldMessage, Item, Reading
 from agentcompact.session.journal import Journal
 from agentcompact.session.messages import has_open_call
@@ -21,8 +20,9 @@ from agentcompact.session.planning import (
     reserved_for_reply,
 )
 from agentcompact.session.policy import SessionPolicy
-from agentcompact.session.repositioning import NEAR, check_repositioning, new_length, repositioned
+from agentcompact.session.repositioning import moved_down
 from agentcompact.session.state import SessionState, Snapshot
+from agentcompact.session.steps import Step, next_step
 
 BeforeCompaction = Callable[[CompactionPlan], "str | bool | None"]
 """May return False to veto a compaction, or a text that it should focus on."""
@@ -88,20 +88,43 @@ class MemoryManager:
         compactions. Raises ContextLengthError where it cannot be made to fit; the cache is then as it was.
         """
         self.notes = []
-        worked = self.engine.counters.prefilled_tokens
+        worked, reports = self.engine.counters.prefilled_tokens, list[CompactionReport]()
         reading = self._settled(items, progress)
         if reading.changed:
             self.notes.append(
                 f"the template writes {reading.changed} compacted messages otherwise by now; they stay as they were"
             )
-        reports = self._make_room(items, reading, begun, wanted, progress)
-        reading = self.context.reading(items)
-        reserve = reserved_for_reply(self.window, wanted)
-        if self._over(reading.tokens + begun + reserve):
-            reports += self._read_in_blocks(reading, begun + reserve, progress)
-        else:
-            self.context.read(reading, progress)
+        read = False
+        while not read:
+            step = self._next_step(items, begun, wanted)
+            reports += self._read_step(items[: step.count], step.quiet, begun, wanted, progress)
+            read = step.count == len(items)
         return self.engine.counters.prefilled_tokens - worked, reports
+
+    def _next_step(self, items: Sequence[Item], begun: int, wanted: int) -> Step:
+        reading, reserve = self.context.reading(items), reserved_for_reply(self.window, wanted)
+
+        def is_due(pending: int, count: int) -> bool:
+            due, forced = self._pressed(items[:count], len(reading.closing) + pending + begun, reserve)
+            return due or forced
+
+        tokens = [len(ids) for _, ids in reading.new]
+        return next_step([item.message for item in items], reading.common, tokens, is_due)
+
+    def _read_step(
+        self, items: Sequence[Item], quiet: bool, begun: int, wanted: int, progress: Progress | None
+    ) -> list[CompactionReport]:
+        """Read one step of a conversation, making room before unless it is quiet."""
+        reserve = reserved_for_reply(self.window, wanted)
+        reading = self.context.reading(items)
+        reports: list[CompactionReport] = []
+        if not quiet:
+            reports = self._make_room(items, reading, begun, reserve, progress)
+            reading = self.context.reading(items)
+        if self._over(reading.tokens + (0 if quiet else begun + reserve)):
+            return reports + self._read_in_blocks(reading, begun + reserve, progress)
+        self.context.read(reading, progress)
+        return reports
 
     def _settled(self, items: Sequence[Item], progress: Progress | None) -> Reading:
         """Go back to the last common message, by an older snapshot where it lies behind a compaction."""
@@ -132,16 +155,14 @@ class MemoryManager:
         return self.cache.held_positions + more > self.window
 
     def _make_room(
-        self, items: Sequence[Item], reading: Reading, begun: int, wanted: int, progress: Progress | None
+        self, items: Sequence[Item], reading: Reading, begun: int, reserve: int, progress: Progress | None
     ) -> list[CompactionReport]:
         """Compact before reading where the trigger is reached, or the window would be passed."""
-        pending, reserve = reading.tokens + begun, reserved_for_reply(self.window, wanted)
+        pending = reading.tokens + begun
         self._move_down(pending + reserve)
-        held = self.cache.held_positions
-        if self.paused and held + pending > self._paused_at + self.policy.margin * self.window:
+        due, forced = self._pressed(items, pending, reserve)
+        if due:
             self.paused = ""
-        due = not self.paused and self.policy.is_triggered(held + pending, self._live_messages(items), self.window)
-        forced = self._over(pending + reserve)
         if not self.policy.auto or not (due or forced) or has_open_call([item.message for item in items]):
             return []
         pressure = Pressure(self.window, pending, reserve)
@@ -158,6 +179,13 @@ class MemoryManager:
         if self.cache.held_positions > pressure.most_after(self.policy):
             self._pause(f"the compaction freed {report.held_before - report.held_after:,.0f} positions only")
         return [report]
+
+    def _pressed(self, items: Sequence[Item], pending: int, reserve: int) -> tuple[bool, bool]:
+        """Whether so many pending tokens reach the trigger, and whether they and the reply would pass the window."""
+        reached = self.cache.held_positions + pending
+        waits = self.paused and reached <= self._paused_at + self.policy.margin * self.window
+        due = not waits and self.policy.is_triggered(reached, self._live_messages(items), self.window)
+        return due, self._over(pending + reserve)
 
     def _compact_once(self, items: Sequence[Item], pressure: Pressure, progress: Progress | None) -> CompactionReport:
         plan = self._plan(items, pressure)
@@ -217,7 +245,7 @@ class MemoryManager:
         )
         if not done.report.entries_after < done.report.entries_before:
             raise CacheError(f"{done.report.strategy} made nothing smaller: nothing was changed")
-        context = _moved_context(self.engine, done, held, frozen)
+        context = context_after(self.engine, done, held, frozen)
         keeps = self.policy.snapshot_bytes > 0
         old = Snapshot(self.journal.save(before) if keeps else "", held, frozen)
         new = Snapshot(self.journal.save(context.cache) if keeps else "", tuple(context.held), context.frozen)
@@ -247,28 +275,13 @@ class MemoryManager:
 
     def _move_down(self, more: int) -> None:
         """Re-position what is compacted where the logical position nears the model's limit."""
-        limit = self.engine.geometry.max_positions
-        cache = self.cache
-        if cache.next_position + more <= NEAR * limit or not cache.is_compacted:
-            return
-        start = self._head_position()
-        stop = cache.span_tokens
-        length = new_length(cache, start, stop, limit) if stop > start else 0
-        gap = stop - start - length
-        if gap <= 0:
-            return
-        check_repositioning(self.engine)
-        moved = repositioned(self.engine, cache, start, stop, length)
-
-        def place(position: int) -> int:
-            if position < start:
-                return position
-            return position - gap if position >= stop else start + (position - start) * length // (stop - start)
-
-        held = [replace(each, start=place(each.start), stop=place(each.stop)) for each in self.context.held]
-        self.context = Context(self.engine, moved, held, place(self.context.frozen))
-        self.moved += gap
-        self.notes.append(f"keys were moved down by {gap:,} positions, since the model's context ends at {limit:,}")
+        moved = moved_down(self.engine, self.context, self._head_position(), more)
+        if moved is not None:
+            gap = self.cache.next_position - moved.cache.next_position
+            self.context = moved
+            self.moved += gap
+            limit = self.engine.geometry.max_positions
+            self.notes.append(f"keys were moved down by {gap:,} positions, since the model's context ends at {limit:,}")
 
     def _head_position(self) -> int:
         head = head_length(self.state.messages, self.state.pinned)
@@ -362,20 +375,3 @@ class MemoryManager:
                 context = Context(self.engine)
         context.cache.metadata.prompt = self.prompt
         return context
-
-
-def _moved_context(engine: Engine, done: Compacted, held: Sequence[HeldMessage], frozen: int) -> Context:
-    """Return the context of a compacted cache: positions as they were, or moved where a strategy wrote other text."""
-
-    def place(position: int) -> int:
-        shift = 0
-        for (start, stop), (_, new_stop) in done.moves:
-            if position >= stop:
-                shift = new_stop - stop
-            elif position > start:
-                return new_stop if done.rewrote else position
-        return position + shift
-
-    messages = [replace(each, start=place(each.start), stop=place(each.stop)) for each in held]
-    border = done.moves[-1][1][1] if done.rewrote else 0
-    return Context(engine, done.cache, messages, max(place(frozen), border))

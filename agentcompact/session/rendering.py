@@ -62,7 +62,7 @@ class ConversationTemplate:
         lines = [] if self.takes_system else ["system messages go in front of the first user's message"]
         if self.tools and not self.takes_tools:
             lines.append("tools are described in the system message")
-        if not self.takes_tool_results:
+        if self.tools and not self.takes_tool_results:
             lines.append("tool calls and results are written as text")
         return lines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from agentcompact.cache import CompactedCache, Span
 from agentcompact.cache.tail import TailBuffer
 from agentcompact.engines import ROTATES_STATES, Engine
 from agentcompact.errors import CapabilityError, UnsupportedModelError
+from agentcompact.session.context import Context
 
 NEAR = 0.75
 """Fraction of the model's context beyond which positions are moved down."""
@@ -63,6 +65,29 @@ def repositioned(engine: Engine, cache: CompactedCache, start: int, stop: int, l
     if len(other.token_ids) == cache.next_position:
         del other.token_ids[start : stop - length]
     return other
+
+
+def moved_down(engine: Engine, context: Context, start: int, more: int) -> Context | None:
+    """Return a context whose compacted positions from `start` on are moved down, or None where that is not needed.
+
+    more: tokens that are to come. Raises what `check_repositioning` raises where it is needed and cannot be done.
+    """
+    limit, cache = engine.geometry.max_positions, context.cache
+    if cache.next_position + more <= NEAR * limit or not cache.is_compacted:
+        return None
+    stop = cache.span_tokens
+    length = new_length(cache, start, stop, limit) if stop > start else 0
+    gap = stop - start - length
+    if gap <= 0:
+        return None
+
+    def place(position: int) -> int:
+        if position < start:
+            return position
+        return position - gap if position >= stop else start + (position - start) * length // (stop - start)
+
+    held = [replace(each, start=place(each.start), stop=place(each.stop)) for each in context.held]
+    return Context(engine, repositioned(engine, cache, start, stop, length), held, place(context.frozen))
 
 
 def new_length(cache: CompactedCache, start: int, stop: int, limit: int) -> int:

@@ -15,6 +15,8 @@ from agentcompact.errors import AgentCompactError
 
 # Subcommand -> what `agentcompact --help` says of it; each lives in the module of its name.
 COMMANDS = {
+    "chat": "Talk with a model; the conversation compacts itself.",
+    "sessions": "List, show, export and delete what chats left.",
     "compact": "Compact a document into a cache file.",
     "ask": "Answer questions from a cache file.",
     "inspect": "Show what a cache file holds.",
@@ -54,10 +56,11 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="agentcompact")
 def cli() -> None:
-    """Compact the KV cache of a long document, and answer questions from it.
+    """Compact the KV cache of a conversation or a document, and go on from it.
 
     \b
     Example:
+      agentcompact chat
       agentcompact compact book.txt -o book.kv --ratio 8
       agentcompact ask book.kv "Who ordered the audit?"
     """
@@ -82,8 +85,9 @@ def main() -> NoReturn:
 
 def _run() -> int:
     try:
-        cli(standalone_mode=False)
+        code = cli(standalone_mode=False)
         sys.stdout.flush()
+        return code if isinstance(code, int) else 0
     except click.exceptions.Abort:
         return _fail("interrupted; nothing was left half-written", 130)
     except click.ClickException as error:
@@ -104,7 +108,6 @@ def _run() -> int:
         if not _out_of_memory(error):
             raise
         return _fail("out of memory: take a shorter document, a smaller model or --dtype bfloat16", 1)
-    return 0
 
 
 def _drop_output(error: OSError | None) -> None:
