@@ -68,6 +68,8 @@ class ConversationTemplate:
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Return the pieces of all messages and what begins a reply. Raises InputError where it cannot be rendered."""
+        if not messages:  # templates refuse that
+            return Rendered([], "")
         whole = self._text(messages, reply=False)
         asked = self._text(messages, reply=True)
         if not asked.startswith(whole):  # a template that changes its last message when a reply is to come
