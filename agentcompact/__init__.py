@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from agentcompact.engines import Engine, Generation, TransformersEngine
     from agentcompact.generation import generation_inputs
     from agentcompact.models import LoadedModel, load_model, wrap_model
+    from agentcompact.session import Session, SessionPolicy
     from agentcompact.settings import EngineSettings, SamplingSettings
     from agentcompact.strategies import (
         CompactionRequest,
@@ -36,6 +37,7 @@ _HOME = {
     "engines": ("Engine", "Generation", "TransformersEngine"),
     "generation": ("generation_inputs",),
     "models": ("LoadedModel", "load_model", "wrap_model"),
+    "session": ("Session", "SessionPolicy"),
     "settings": ("EngineSettings", "SamplingSettings"),
     "strategies": (
         "CompactionRequest",
@@ -61,6 +63,8 @@ __all__ = [
     "PromptFormat",
     "Report",
     "SamplingSettings",
+    "Session",
+    "SessionPolicy",
     "Span",
     "Strategy",
     "StrategySettings",

@@ -37,6 +37,13 @@ def test_own_strategy(smollm2):
     assert len(lines) >= 2
 
 
+def test_session(smollm2):
+    """A fact of the first turn is answered after the conversation was compacted."""
+    text = run("session.py")
+    assert "[held" in text
+    assert "Kittiwake" in text.rpartition("> What is the name of my boat?")[2]
+
+
 @pytest.fixture(scope="module")
 def asked(smollm2):
     """(engine, full cache of the document, questions with their answers)."""
