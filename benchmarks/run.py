@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentcompact import (
     CompactedCache,
@@ -34,7 +35,9 @@ from agentcompact import (
     answer,
     load_model,
     make_strategy,
+    wrap_model,
 )
+from agentcompact.strategies import compact_in_blocks
 
 DOCUMENT = Path(__file__).parent.parent / "examples" / "harbour_audit.txt"
 
@@ -56,22 +59,24 @@ def ratio(a: list[float], b: list[float]) -> float:
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
+COMPACTED = ("streaming_llm", "two_pass", "high_attn", "kvzip", "kvzip_plus", "attention_matching", "omp")
+
+
 def bench_compaction(model: LoadedModel) -> dict[str, float]:
-    """two_pass and high_attn at 16x of 4,096 tokens, against each other and the prefill."""
+    """Strategies at 16x of 4,096 tokens, against the prefill; repeat passes are in their time."""
     engine = TransformersEngine(model)
     ids = tokens_of(engine, 4096)
-    prefills, two_pass, high_attn = [], [], []
+    prefills: list[float] = []
+    times: dict[str, list[float]] = {name: [] for name in COMPACTED}
     for _ in range(3):
         begun = time.perf_counter()
         cache = engine.prefill(ids, capture_seed=0)
         prefills.append(time.perf_counter() - begun)
-        for name, times in (("two_pass", two_pass), ("high_attn", high_attn)):
-            times.append(seconds(partial(make_strategy(name).compact, CompactionRequest(engine, cache, 256))))
+        for name in COMPACTED:
+            times[name].append(seconds(partial(make_strategy(name).compact, CompactionRequest(engine, cache, 256))))
     return {
         "prefill of 4,096 tokens, seconds": statistics.median(prefills),
-        "two_pass at 16x / prefill": ratio(two_pass, prefills),
-        "high_attn at 16x / prefill": ratio(high_attn, prefills),
-        "two_pass / high_attn": ratio(two_pass, high_attn),
+        **{f"{name} at 16x / prefill": ratio(times[name], prefills) for name in COMPACTED},
     }
 
 
@@ -182,6 +187,56 @@ def bench_memory(_: LoadedModel) -> dict[str, float]:
     return peaks
 
 
+BLOCKS = ((32_000, 1_024), (32_000, 4_096), (32_000, 8_192), (8_192, 4_096), (16_000, 4_096))
+"""Tokens of the context and of a block."""
+
+
+def bench_blocks(_: LoadedModel) -> dict[str, float]:
+    """Memory that compacting long contexts in blocks takes beyond the model, each in a process of its own."""
+    peaks = {}
+    for tokens, block in BLOCKS:
+        command = [sys.executable, __file__, "--blocks", f"{tokens}:{block}", *model_arguments()]
+        made = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ})
+        peaks[f"{tokens:,} tokens in blocks of {block:,}, MB beyond the model"] = float(made.stdout)
+    return peaks
+
+
+def model_arguments() -> list[str]:
+    """The --model that this process was given, for its children."""
+    return sys.argv[sys.argv.index("--model") :][:2] if "--model" in sys.argv else []
+
+
+def print_block_peak(tokens: int, block: int, name: str | None) -> None:
+    """Print what two_pass at 16x takes beyond the loaded model, in MB; a small random model where none is named."""
+    model = load_model(name, dtype="float32", device="cpu") if name else random_model()
+    engine = TransformersEngine(model)
+    ids = tokens_of(engine, tokens)
+    engine.prefill(ids[:64])  # what is made once
+    loaded = resident_bytes("VmRSS")
+    reset_peak()
+    compact_in_blocks(make_strategy("two_pass"), engine, ids, block=block, ratio=16)
+    print((peak_bytes() - loaded) / 1e6)
+
+
+def random_model() -> LoadedModel:
+    """A random Llama of four layers with wide keys and values, that reads 32,768 tokens by SmolLM2's tokenizer."""
+    tokenizer = load_model("smollm2", dtype="float32", device="cpu").tokenizer
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 32_768}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    config = LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads)
+    return wrap_model(LlamaForCausalLM(config).to(torch.float32), tokenizer, name="random")
+
+
+def resident_bytes(field: str) -> int:
+    """A memory figure of this process (Linux)."""
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) * 1024
+
+
+def reset_peak() -> None:
+    """Let the peak begin anew at what is resident now (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def print_peak(strategy: str) -> None:
     engine = TransformersEngine(load_model("smollm2", dtype="float32", device="cpu"))
     cache = engine.prefill(tokens_of(engine, 8000), capture_seed=0)
@@ -203,6 +258,7 @@ BENCHMARKS = {
     "batching": bench_batching,
     "loading": bench_loading,
     "memory": bench_memory,
+    "blocks": bench_blocks,
 }
 
 
@@ -211,11 +267,17 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of: {', '.join(BENCHMARKS)} (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", help="the model of the benchmark `blocks` (default: a small random one)")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
+    parser.add_argument("--blocks", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.peak:
         print_peak(options.peak)
+        return
+    if options.blocks:
+        tokens, block = options.blocks.split(":")
+        print_block_peak(int(tokens), int(block), options.model)
         return
     unknown = set(options.names) - set(BENCHMARKS)
     if unknown:
