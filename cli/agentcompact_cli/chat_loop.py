@@ -186,11 +186,12 @@ def typed_lines(chat: Chat, history: Path) -> Iterator[str]:
         completer=WordCompleter(list(COMMANDS), sentence=True),
         complete_while_typing=False,
         key_bindings=keys,
-        bottom_toolbar=lambda: status_line(chat.session.status(), chat.session.policy),
     )
     while True:
+        # Nothing changes while a line is typed, and the status below is drawn with every key.
+        status = status_line(chat.session.status(), chat.session.policy)
         try:
-            yield asked.prompt(PROMPT)
+            yield asked.prompt(PROMPT, bottom_toolbar=status)
         except KeyboardInterrupt:
             continue
         except EOFError:
