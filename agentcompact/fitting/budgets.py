@@ -30,20 +30,23 @@ def allocate(
     scores: Sequence[Sequence[Tensor]],
     budget: int,
     shares: Sequence[Sequence[float]] | None = None,
+    floor: float = 0.0,
 ) -> Counts:
     """Return how many entries each head of each layer keeps, `budget` of them a head on average.
 
     scores: per layer and head (n,), n differing where it does; heads without entries get none. shares: the
-    proportions of kind "file". The counts add up to budget times heads exactly (of each layer for "adakv"), or to all
+    proportions of kind "file". floor: fraction of the budget that every head gets at least, of kinds that rank
+    ("global", "adakv"). The counts add up to budget times heads exactly (of each layer for "adakv"), or to all
     there is where that is less; "uniform" keeps min(budget, n) of each head. Raises BudgetError for a missing or
     unfit `shares`.
     """
     lengths = [[len(head) for head in layer] for layer in scores]
     total = budget * sum(len(layer) for layer in lengths)
+    least = max(1, math.floor(floor * budget))
     if kind == "global":
-        return global_budgets(scores, total)
+        return global_budgets(scores, total, least)
     if kind == "adakv":
-        return adakv_budgets(scores, budget)
+        return adakv_budgets(scores, budget, least)
     if kind == "pyramid":
         return pyramid_budgets(lengths, budget)
     if kind == "file":
@@ -58,20 +61,20 @@ def uniform_budgets(lengths: Sequence[Sequence[int]], budget: int) -> Counts:
     return [[min(budget, n) for n in layer] for layer in lengths]
 
 
-def global_budgets(scores: Sequence[Sequence[Tensor]], total: int) -> Counts:
-    """Share `total` entries by one ranking of the scores of all layers and heads; at least one a head.
+def global_budgets(scores: Sequence[Sequence[Tensor]], total: int, least: int = 1) -> Counts:
+    """Share `total` entries by one ranking of the scores of all layers and heads; at least `least` a head.
 
     scores: per layer and head (n,), n differing where it does. Returns the count of each head of each layer (none for
-    a head without scores); the counts add up to `total` exactly, or to all there is where that is less, or to one a
-    head where that is more. Equal scores are ranked by layer, head and position.
+    a head without scores); the counts add up to `total` exactly, or to all there is where that is less, or to `least`
+    a head where that is more. Equal scores are ranked by layer, head and position.
     """
     heads = [head.float().cpu() for layer in scores for head in layer]
     sizes = torch.tensor([len(head) for head in heads])
     everything = torch.cat(heads).clamp(max=torch.finfo(torch.float32).max)
     starts = (sizes.cumsum(0) - sizes).tolist()
-    best = [start + int(head.argmax()) for start, head in zip(starts, heads, strict=True) if len(head)]
-    if best:
-        everything[best] = float("inf")
+    first = [start + head.topk(min(least, len(head))).indices for start, head in zip(starts, heads, strict=True)]
+    best = torch.cat(first) if first else torch.empty(0, dtype=torch.long)
+    everything[best] = float("inf")
     kept = torch.from_numpy(_highest(everything.numpy(), max(total, len(best))))
     owners = torch.repeat_interleave(torch.arange(len(heads)), sizes)
     counts = iter(owners[kept].bincount(minlength=len(heads)).tolist())
@@ -89,12 +92,12 @@ def _highest(values: np.ndarray, count: int) -> np.ndarray:
     return mask
 
 
-def adakv_budgets(scores: Sequence[Sequence[Tensor]], budget: int) -> Counts:
-    """Share `budget` entries per head by one ranking within each layer; at least one a head.
+def adakv_budgets(scores: Sequence[Sequence[Tensor]], budget: int, least: int = 1) -> Counts:
+    """Share `budget` entries per head by one ranking within each layer; at least `least` a head.
 
-    Source: Ada-KV (Feng et al. 2024), without its floor of uniform budgets.
+    Source: Ada-KV (Feng et al. 2024), whose floor of uniform budgets is `least`.
     """
-    return [global_budgets([layer], budget * len(layer))[0] for layer in scores]
+    return [global_budgets([layer], budget * len(layer), least)[0] for layer in scores]
 
 
 def pyramid_budgets(lengths: Sequence[Sequence[int]], budget: int, beta: float = PYRAMID_BETA) -> Counts:

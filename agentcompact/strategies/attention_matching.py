@@ -78,7 +78,7 @@ class AttentionMatching(Strategy):
             for place, span in enumerate(spans)
         ]
         with phases.phase("key selection"):
-            counts = allocate(kind, [_scores(layer) for layer in scored], request.budget)
+            counts = allocate(kind, [_scores(layer) for layer in scored], request.budget, floor=self.settings.floor)
         new = []
         for place, layer in enumerate(scored):
             self._tell(request, "entries", place, len(spans))
@@ -100,7 +100,7 @@ class AttentionMatching(Strategy):
         """
         most = None if counts is None else counts[place]
         layer = self.score_layer(place, span, queries, most, request, phases)
-        own = allocate("adakv", [_scores(layer)], request.budget)[0] if most is None else most
+        own = most or allocate("adakv", [_scores(layer)], request.budget, floor=self.settings.floor)[0]
         return self._fit_layer(layer, own, request, phases)
 
     def _on_policy(
@@ -126,7 +126,7 @@ class AttentionMatching(Strategy):
         for place, (index, _) in enumerate(cache.full_layers):
             layer = self.score_layer(place, spans[place], captured.layer(index), None, request, phases)
             scores.append(_scores(layer))
-        counts = allocate("global", scores, request.budget)
+        counts = allocate("global", scores, request.budget, floor=settings.floor)
         return compact_on_policy(self, request, spans, turns, counts, phases)
 
     def check_engine(self, engine: Engine) -> None:

@@ -35,6 +35,9 @@ class AttentionMatchingSettings(StrategySettings):
         description="entries of each head: equally many; by one ranking over all layers and heads (global) or within "
         "each layer (adakv); fewer in deeper layers (pyramid); or in the proportions of a file",
     )
+    floor: float = Field(
+        0.2, ge=0, le=1, description="global, adakv: fraction of the budget that every head gets, whatever the ranking"
+    )
     budgets_file: str | None = Field(
         None, description="JSON for budgets=file: a list per layer with a proportion for each KV head"
     )
@@ -91,4 +94,5 @@ class PresetSettings(AttentionMatchingSettings):
         description=AttentionMatchingSettings.model_fields["queries"].description,
     )
     budgets: BudgetKind = Field("uniform", description=AttentionMatchingSettings.model_fields["budgets"].description)
+    floor: float = Field(0.0, ge=0, le=1, description=AttentionMatchingSettings.model_fields["floor"].description)
     score: Score = Field("rms", description=AttentionMatchingSettings.model_fields["score"].description)

@@ -26,6 +26,9 @@ class EvictionSettings(StrategySettings):
         description="entries of each head: equally many; by one ranking over all layers and heads (global) or within "
         "each layer (adakv); fewer in deeper layers (pyramid); or in the proportions of a file",
     )
+    floor: float = Field(
+        0.0, ge=0, le=1, description="global, adakv: fraction of the budget that every head gets, whatever the ranking"
+    )
     budgets_file: str | None = Field(
         None, description="JSON for budgets=file: a list per layer with a proportion for each KV head"
     )
@@ -58,7 +61,7 @@ class Eviction(Strategy):
             if request.progress is not None:
                 request.progress(f"{self.name}: scores", place + 1, len(spans))
         with phases.phase("selection"):
-            counts = allocate(self.settings.budgets, scores, request.budget, shares)
+            counts = allocate(self.settings.budgets, scores, request.budget, shares, self.settings.floor)
             return [_best(*layer) for layer in zip(spans, scores, counts, strict=True)]
 
     def check_engine(self, engine: Engine) -> None:
