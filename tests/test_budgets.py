@@ -173,3 +173,15 @@ def test_files_of_proportions_that_do_not_fit(tmp_path, content, error, message)
 def test_a_kind_file_without_its_file_is_refused():
     with pytest.raises(SettingsError, match="budgets=file needs a budgets_file"):
         make_strategy("snapkv", budgets="file")
+
+
+@pytest.mark.parametrize("kind", ["global", "adakv"])
+def test_a_floor_that_every_head_gets(kind):
+    generator = torch.Generator().manual_seed(3)
+    scores = [[torch.rand(50, generator=generator) * 10.0**head for head in range(3)] for _ in range(2)]
+    without, with_floor = allocate(kind, scores, 20), allocate(kind, scores, 20, floor=0.25)
+    assert min(min(layer) for layer in without) == 1
+    assert min(min(layer) for layer in with_floor) == 5
+    assert sum(map(sum, with_floor)) == sum(map(sum, without)) == 20 * 6
+    assert allocate(kind, scores, 20, floor=1.0) == [[20] * 3] * 2
+    assert allocate(kind, [[torch.rand(3), torch.rand(50)]], 20, floor=1.0) == [[3, 37]]

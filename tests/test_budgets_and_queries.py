@@ -151,11 +151,18 @@ def test_ranges_that_are_none_are_refused_before_any_work(start, stop):
         make_strategy("two_pass").compact(CompactionRequest(engine, cache, 4, start=start, stop=stop))
 
 
-def test_a_stop_inside_the_compacted_span_is_refused():
+def test_a_stop_inside_the_compacted_span_leaves_what_is_behind_it():
     engine = TransformersEngine(tiny_model("llama"))
-    cache = compact(engine, tiny_text(40), "two_pass", ratio=4)
-    with pytest.raises(BudgetError, match="40 are compacted already"):
-        make_strategy("two_pass").compact(CompactionRequest(engine, cache, 4, start=0, stop=20))
+    cache = compact(engine, tiny_text(40), "two_pass", ratio=2)
+    held = [cache.source(index, 20, 40) for index, _ in cache.full_layers]
+    before = [cache.source(index, 0, 20).entries for index, _ in cache.full_layers]
+    small = make_strategy("two_pass").compact(CompactionRequest(engine, cache, 4, start=0, stop=20)).cache
+    assert (small.next_position, small.span_tokens) == (40, 40)
+    for (index, _), old, entries in zip(small.full_layers, held, before, strict=True):
+        now = small.source(index, 20, 40)
+        assert torch.equal(now.keys, old.keys)
+        assert torch.equal(now.bias, old.bias)
+        assert small.source(index, 0, 20).entries == 8 < entries
 
 
 def test_any_seed_works():
