@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentcompact.cache import PromptFormat
 from agentcompact.errors import InputError
 from agentcompact.session.messages import Message, ToolCall
 
@@ -89,6 +90,19 @@ class ConversationTemplate:
             return "\n\n"
         text = self._text([Message(role="user", content="a"), Message(role="assistant", content=_PROBE)], reply=False)
         return text.rpartition(_PROBE)[2]
+
+    def prompt_format(self) -> PromptFormat:
+        """Return how a strategy asks the model something behind the conversation."""
+        talk = [Message(role="user", content="a"), Message(role="assistant", content="b")]
+        rendered = self.render([*talk, Message(role="user", content=_PROBE)])
+        opening, _, closing = rendered.pieces[-1].rpartition(_PROBE)
+        return PromptFormat(
+            kind="chat",
+            opening=opening,
+            before_question="",
+            after_question=closing + rendered.reply,
+            stop=self.stop,
+        )
 
     def _boundary(self, messages: Sequence[Message], count: int, whole: str, done: int) -> int:
         """Return where the first `count` messages end in the whole text, or `done` where that cannot be told."""
