@@ -161,11 +161,16 @@ def tool_call_text(call: ToolCall) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
+def tool_response_text(name: str, content: str) -> str:
+    """Write a tool's result for a template that knows no tools."""
+    called = f"{name}: " if name else ""
+    return f"<tool_response>\n{called}{content}\n</tool_response>"
+
+
 def _without_tools(message: Message) -> dict[str, Any]:
     """Return a message whose calls and results are plain text."""
     if message.role == "tool":
-        name = f"{message.name}: " if message.name else ""
-        return {"role": "user", "content": f"<tool_response>\n{name}{message.content}\n</tool_response>"}
+        return {"role": "user", "content": tool_response_text(message.name, message.content)}
     calls = [tool_call_text(call) for call in message.tool_calls]
     return {"role": message.role, "content": "\n".join([*([message.content] if message.content else []), *calls])}
 

@@ -1,0 +1,6 @@
+"""agentcompact for LangChain: a local chat model whose memory is compacted in latent space, and a middleware."""
+
+from langchain_agentcompact.chat_model import ChatAgentCompact
+from langchain_agentcompact.registry import register_model, unload_model
+
+__all__ = ["ChatAgentCompact", "register_model", "unload_model"]
