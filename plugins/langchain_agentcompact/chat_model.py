@@ -186,9 +186,7 @@ class ChatAgentCompact(BaseChatModel):
         """Return the token ids of a plain text, nothing added."""
         return self._shared().engine.encode(text)
 
-    def get_num_tokens_from_messages(
-        self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
-    ) -> int:
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return the tokens of the prompt that these messages and tools make, the reply's beginning included."""
         shared = self._shared()
         read, tool_schemas = read_messages(messages), read_tools(tools or ())
@@ -307,8 +305,7 @@ class ChatAgentCompact(BaseChatModel):
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
         """Return the model with answers that match a schema: pydantic class, typed dict, JSON schema or tool schema.
 
-        Answers are complete and match the schema by construction, whatever the method; "json_mode" alone takes any
-        JSON object. strict: for other providers; answers always are. include_raw: give {"raw", "parsed",
-        "parsing_error"}.
+        Answers are complete and match the schema by construction, whatever the method ("json_mode" is "json_schema").
+        strict: for other providers; answers always are. include_raw: give {"raw", "parsed", "parsing_error"}.
         """
         return structured_output(self, schema, include_raw=include_raw, method=method, **kwargs)

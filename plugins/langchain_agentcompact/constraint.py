@@ -14,9 +14,16 @@ from torch import Tensor
 
 from agentcompact.errors import ContextLengthError, InputError
 
-_CLOSERS = ("}", "]", '"', "0", ",")
-"""What brings JSON nearer to its end, tried in this order."""
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
+_CLOSERS = ("}", "]", '"', "0")
+"""What brings JSON nearer to its end outside of strings, tried in this order."""
+_INSIDE = ('"', "a")
+"""The same inside of strings, where a letter may stand."""
+_COMPACT: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": True,
+}
 _MAPS = ("properties", "$defs", "definitions", "patternProperties")
 """Keys whose values are schemas by name."""
 _VALUES = ("enum", "const", "default", "examples", "required")
@@ -42,8 +49,8 @@ class JsonConstraint:
         if self._matcher.is_error():
             raise InputError(f"the schema cannot be followed: {' '.join(self._matcher.get_error().split())[:300]}")
         self._ends = frozenset(tokenizer.eos_tokens)
-        found = [tokenizer.tokenize_str(closer) for closer in _CLOSERS]
-        self._closers = [ids[0] for ids in found if len(ids) == 1]
+        self._closers = [tokenizer.tokenize_str(closer)[0] for closer in _CLOSERS]
+        self._inside = [tokenizer.tokenize_str(closer)[0] for closer in _INSIDE]
         self._left = tokens - 1
         closing = self._way_to_end(self._matcher, self._left)
         if closing is None:
@@ -83,10 +90,10 @@ class JsonConstraint:
         return way if len(way) <= most else None
 
     def _closest(self, mask: bytes) -> int:
-        for token in self._closers:
-            if mask[token // 8] >> (token % 8) & 1:
-                return token
         bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+        for token in self._inside if bits[self._inside[-1]] else self._closers:
+            if bits[token]:
+                return token
         bits[sorted(self._ends)] = 0
         return int(bits.argmax())
 

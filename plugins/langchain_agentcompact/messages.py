@@ -113,10 +113,5 @@ def _checked(text: str) -> str:
 
 
 def read_tools(tools: Sequence[ToolLike]) -> list[dict[str, Any]]:
-    """Return tools as JSON schemas in the form that chat templates expect. Raises InputError for two of one name."""
-    made = [convert_to_openai_tool(tool) for tool in tools]
-    names = [tool["function"]["name"] for tool in made]
-    double = next((name for name in names if names.count(name) > 1), None)
-    if double is not None:
-        raise InputError(f"two tools are called '{double}': give them different names")
-    return made
+    """Return tools as JSON schemas in the form that chat templates expect."""
+    return [convert_to_openai_tool(tool) for tool in tools]

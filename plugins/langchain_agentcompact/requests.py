@@ -88,7 +88,8 @@ def policy_values(**values: Any) -> dict[str, Any]:
     """
     trigger = values.get("trigger")
     if isinstance(trigger, list):
-        clauses = [list(each.items())[0] if isinstance(each, Mapping) and len(each) == 1 else each for each in trigger]
+        single = [isinstance(each, Mapping) and len(each) == 1 for each in trigger]
+        clauses = [next(iter(each.items())) if one else each for each, one in zip(trigger, single, strict=True)]
         if any(isinstance(each, Mapping) for each in clauses):
             raise SettingsError("a list of triggers takes one bound each: give a single {…} where all must hold")
         return {**values, "trigger": [tuple(each) if isinstance(each, list) else each for each in clauses]}

@@ -34,9 +34,10 @@ class State:
 
     @property
     def is_compacted(self) -> bool:
-        return bool(self.manager.state.compactions) or (
-            self.border if self.spilled is not None else self.manager.context.compacted_until
-        ) > 0
+        return (
+            bool(self.manager.state.compactions)
+            or (self.border if self.spilled is not None else self.manager.context.compacted_until) > 0
+        )
 
     @property
     def keys(self) -> list[str]:

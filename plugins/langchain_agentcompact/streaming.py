@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from agentcompact.session.compaction import CompactionReport
 from langchain_agentcompact.turns import Answer, OnCompaction, OnText
@@ -22,31 +23,26 @@ class TurnStream:
 
     def __init__(self, run: RunTurn) -> None:
         self._run = run
-        self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[str | CompactionReport | None] = queue.SimpleQueue()
         self._abandoned = threading.Event()
 
     def events(self) -> Iterator[Event]:
         """Give all events. Raises what the turn raises; the turn ends where this is closed before its end."""
-        thread = threading.Thread(target=self._work, name="agentcompact-stream", daemon=True)
-        thread.start()
+        executor = ThreadPoolExecutor(1, thread_name_prefix="agentcompact-stream")
+        answer = executor.submit(self._work)
+        executor.shutdown(wait=False)
         try:
-            while True:
-                event = self._events.get()
-                if isinstance(event, BaseException):
-                    raise event
+            while (event := self._events.get()) is not None:
                 yield event
-                if isinstance(event, Answer):
-                    return
+            yield answer.result()
         finally:
             self._abandoned.set()
 
-    def _work(self) -> None:
+    def _work(self) -> Answer:
         try:
-            self._events.put(self._run(self._text, self._events.put))
-        except _AbandonedError:
-            return
-        except BaseException as error:  # raised again where the stream is read
-            self._events.put(error)
+            return self._run(self._text, self._events.put)
+        finally:
+            self._events.put(None)
 
     def _text(self, piece: str) -> None:
         if self._abandoned.is_set():

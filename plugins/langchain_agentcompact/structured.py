@@ -58,9 +58,7 @@ def structured_output(
             else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
         )
     elif method in ("json_schema", "json_mode"):
-        form: dict[str, Any] = {"type": "json_object"}
-        if method == "json_schema":
-            form = {"type": "json_schema", "json_schema": {"schema": convert_to_json_schema(schema)}}
+        form = {"type": "json_schema", "json_schema": {"schema": convert_to_json_schema(schema)}}
         bound = cast(
             "Runnable[LanguageModelInput, Any]",
             model.bind(response_format=form, ls_structured_output_format=described, **kwargs),

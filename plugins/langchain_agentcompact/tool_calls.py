@@ -139,21 +139,27 @@ def _calls(text: str) -> Iterator[ToolCall]:
     """Give the calls that a text of JSON names: an object, a list of them, or several one after another."""
     value = _loaded(text)
     values = value if isinstance(value, list) else [value]
-    if value is None:  # several objects; anything else between them is no call
-        objects = list(_objects(text))
-        between = "".join([text[: objects[0][0]], *(text[a[1] : b[0]] for a, b in zip(objects, objects[1:], strict=False))]) if objects else "x"  # fmt: skip
-        values = [] if between.strip(" \n\t,;") else [each[2] for each in objects]
+    if value is None:
+        values = _several(text)
     for each in values:
         if not isinstance(each, dict):
             continue
         inner = each.get("function")
         named = inner if isinstance(inner, dict) else each
         name = named.get("name") or (inner if isinstance(inner, str) else None)
-        arguments = next((named[key] for key in ("arguments", "parameters", "args") if key in named), {})
+        arguments: Any = next((named[key] for key in ("arguments", "parameters", "args") if key in named), {})
         if isinstance(arguments, str):
             arguments = _loaded(arguments)
         if isinstance(name, str) and isinstance(arguments, dict):
             yield _call(name, arguments)
+
+
+def _several(text: str) -> list[Any]:
+    """Return objects of JSON that stand one after another; none where anything but commas is between them."""
+    objects = list(_objects(text))
+    edges = [0, *(edge for start, stop, _ in objects for edge in (start, stop)), len(text)]
+    between = "".join(text[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True))
+    return [] if between.strip(" \n\t,;") else [value for _, _, value in objects]
 
 
 def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
