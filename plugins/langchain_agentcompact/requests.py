@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 _IGNORED = frozenset({"parallel_tool_calls", "strict", "stream", "ls_structured_output_format", "stream_usage"})
 """What LangChain hands to every model."""
+_KINDS = ("tokens", "fraction", "messages")
 _TAKEN = (*_SAMPLING, "model", "tools", "tool_choice", "response_format", "compaction")
 
 
@@ -87,6 +88,9 @@ def policy_values(**values: Any) -> dict[str, Any]:
     A dictionary {"tokens": 4000, "messages": 10} asks for all of its bounds, a list for any.
     """
     trigger = values.get("trigger")
+    for bound in (trigger, values.get("keep")):
+        if isinstance(bound, tuple) and len(bound) == 2 and isinstance(bound[0], str) and bound[0] not in _KINDS:
+            raise SettingsError(f"'{bound[0]}' is none of {', '.join(_KINDS)}: give a bound like ('tokens', 6000)")
     if isinstance(trigger, list):
         single = [isinstance(each, Mapping) and len(each) == 1 for each in trigger]
         clauses = [next(iter(each.items())) if one else each for each, one in zip(trigger, single, strict=True)]
