@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -68,7 +69,7 @@ def test_a_conversation_reads_every_token_once(model):
     for turn in range(9):
         messages += [replies[-1], HumanMessage(f"And on day {turn}?")]
         replies.append(model.invoke(messages))
-    for before, reply in zip(replies, replies[1:], strict=False):
+    for before, reply in itertools.pairwise(replies):
         known = before.usage_metadata["input_tokens"] + in_cache(before)
         assert details(reply)["cache_read"] == known
         assert details(reply)["cache_creation"] == reply.usage_metadata["input_tokens"] - known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -79,7 +80,7 @@ def memory_of(reply):
 
 def check_counts(replies):
     """Each reply read only what came since the one before, across compactions too."""
-    for before, reply in zip(replies, replies[1:], strict=False):
+    for before, reply in itertools.pairwise(replies):
         cut = before.response_metadata["finish_reason"] == "length"
         known = before.usage_metadata["input_tokens"] + before.usage_metadata["output_tokens"] - cut
         assert reply.usage_metadata["input_token_details"]["cache_read"] == known

@@ -134,11 +134,19 @@ def test_a_forced_call_is_read_once_and_looks_like_the_templates_own(model):
     assert f"<|im_start|>assistant\n<tool_call>{body}</tool_call><|im_end|>\n<|im_start|>tool" in text
 
 
-def test_no_call_is_read_where_none_is_wanted(smollm2):
+def test_no_call_comes_where_none_is_wanted(smollm2):
+    """Three calls in the history make the model write a fourth, unless it may not."""
     register_model("smollm2-tests", smollm2)
     model = ChatAgentCompact(model="smollm2-tests", max_tokens=30)
-    reply = model.bind_tools([look], tool_choice="none").invoke("Say hello.")
+    messages = []
+    for number in range(3):
+        call = json.dumps({"name": "look", "arguments": {"at": f"berth {number}"}})
+        messages += [HumanMessage(f"Look at berth {number}."), AIMessage(f"<tool_call>\n{call}\n</tool_call>")]
+    messages.append(HumanMessage("Look at berth 3."))
+    assert model.bind_tools([look]).invoke(messages).tool_calls
+    reply = model.bind_tools([look], tool_choice="none").invoke(messages)
     assert reply.content
+    assert "<tool_call>" not in reply.content
     assert not reply.tool_calls
 
 

@@ -246,6 +246,7 @@ class ChatAgentCompact(BaseChatModel):
             schema=asked.schema,
             forces_call=asked.forces_call,
             reads_calls=bool(call.tools) and call.tool_choice != "none" and asked.schema is None,
+            forbids_calls=bool(call.tools) and call.tool_choice == "none" and asked.schema is None,
             resume=call.resume,
             store=self._store if call.keeps_snapshot else None,
             keeps_snapshot=call.keeps_snapshot,

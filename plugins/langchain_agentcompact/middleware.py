@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
 from langchain.agents.middleware import AgentMiddleware, AgentState, ModelRequest, ModelResponse
 from langchain.agents.middleware.types import ExtendedModelResponse, PrivateStateAttr
 from langchain_core.messages import AIMessage
 from langgraph.types import Command
+from typing_extensions import NotRequired
 
 from agentcompact.session.policy import read_policy
 from langchain_agentcompact.chat_model import ChatAgentCompact

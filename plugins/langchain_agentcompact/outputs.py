@@ -70,7 +70,7 @@ def generation_of(answer: Answer, model: str) -> ChatGeneration:
         usage_metadata=usage_of(answer),
         response_metadata=metadata_of(answer, model),
     )
-    return ChatGeneration(message=message, generation_info={"finish_reason": _FINISH_REASONS[answer.finish_reason]})
+    return ChatGeneration(message=message)
 
 
 def text_chunk(text: str) -> ChatGenerationChunk:

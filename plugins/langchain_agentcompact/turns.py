@@ -12,7 +12,7 @@ from typing import Any
 
 from langchain_core.exceptions import ContextOverflowError
 
-from agentcompact.engines import Engine
+from agentcompact.engines import Engine, TokenConstraint
 from agentcompact.engines.text_stream import TextStream
 from agentcompact.errors import AgentCompactError, CapabilityError, ContextLengthError, SettingsError
 from agentcompact.session.compaction import CompactionReport
@@ -23,6 +23,7 @@ from agentcompact.session.planning import reply_room
 from agentcompact.session.policy import SMALLEST_REPLY, SessionPolicy
 from agentcompact.session.rendering import Rendered
 from agentcompact.settings import SamplingSettings
+from langchain_agentcompact.plain_reply import PlainReply
 from langchain_agentcompact.registry import SharedModel
 from langchain_agentcompact.snapshots import SnapshotHandle, SnapshotStore
 from langchain_agentcompact.states import State
@@ -39,10 +40,11 @@ _STRATEGY_FAULTS = (AgentCompactError, ArithmeticError, LookupError, RuntimeErro
 
 @dataclass(frozen=True)
 class Turn:
-    """A request. schema: what the answer must match, or None. forces_call: whether that is a tool call's.
+    """A request.
 
-    reads_calls: whether tool calls are read out of the reply. resume: a snapshot to go on from, if it is there.
-    store: where to keep a snapshot after a compaction, or None.
+    schema: what the answer must match, or None. forces_call: whether that is a tool call's. reads_calls: whether tool
+    calls are read out of the reply. forbids_calls: whether it may not be one. resume: a snapshot to go on from, if it
+    is there. store: where snapshots lie, or None. keeps_snapshot: whether to keep one after a compaction.
     """
 
     messages: list[Message]
@@ -52,6 +54,7 @@ class Turn:
     schema: dict[str, Any] | None = None
     forces_call: bool = False
     reads_calls: bool = False
+    forbids_calls: bool = False
     resume: SnapshotHandle | None = None
     store: SnapshotStore | None = None
     keeps_snapshot: bool = False
@@ -218,15 +221,7 @@ class TurnRunner:
         if not prompt:  # a template that begins no reply: its last token is read once more for its logits
             prompt = [cache.token_ids[-1]]
             cache.truncate(start - 1)
-        constraint, stops = None, (*sampling.stop, *self.shared.template(turn.tools).stop)
-        if turn.schema is not None:
-            from langchain_agentcompact.constraint import JsonConstraint
-
-            try:
-                constraint = JsonConstraint(self.shared.grammar_tokenizer, turn.schema, sampling.max_new_tokens)
-            except ContextLengthError as error:
-                raise ContextOverflowError(str(error)) from error
-            stops = ()  # a stop string inside would leave it incomplete
+        constraint, stops = self._constraint(turn, sampling)
         sampling = sampling.model_copy(update={"stop": stops})
         show = _Shower(engine, stops, VisibleText(self.shared.form, watching=turn.reads_calls), on_text)
         show.muted = turn.forces_call
@@ -251,6 +246,22 @@ class TurnRunner:
             manager.state.replies[len(turn.messages)] = reply
         manager.state.messages.append(message)
         return _Decoded(parsed, made.finish_reason, len(made.token_ids))
+
+    def _constraint(self, turn: Turn, sampling: SamplingSettings) -> tuple[TokenConstraint | None, tuple[str, ...]]:
+        """Return what the reply must keep to, and the strings that end it."""
+        stops = (*sampling.stop, *self.shared.template(turn.tools).stop)
+        if turn.forbids_calls:
+            plain = PlainReply(self.shared.engine, self.shared.form)
+            return plain, (*stops, *plain.stops)
+        if turn.schema is None:
+            return None, stops
+        from langchain_agentcompact.constraint import JsonConstraint
+
+        try:
+            constraint = JsonConstraint(self.shared.grammar_tokenizer, turn.schema, sampling.max_new_tokens)
+        except ContextLengthError as error:
+            raise ContextOverflowError(str(error)) from error
+        return constraint, ()  # a stop string inside would leave it incomplete
 
     def _room(self, manager: MemoryManager, begun: int, turn: Turn) -> int:
         """Return how many tokens the reply may have. Raises ContextOverflowError where not even a few are left."""
