@@ -143,7 +143,7 @@ def test_no_call_comes_where_none_is_wanted(smollm2):
         call = json.dumps({"name": "look", "arguments": {"at": f"berth {number}"}})
         messages += [HumanMessage(f"Look at berth {number}."), AIMessage(f"<tool_call>\n{call}\n</tool_call>")]
     messages.append(HumanMessage("Look at berth 3."))
-    assert model.bind_tools([look]).invoke(messages).tool_calls
+    assert model.bind_tools([look]).invoke(messages, max_tokens=80).tool_calls
     reply = model.bind_tools([look], tool_choice="none").invoke(messages)
     assert reply.content
     assert "<tool_call>" not in reply.content
@@ -178,6 +178,12 @@ class Short(TypedDict):
     open: bool
 
 
+DEPTH = {
+    "type": "json_schema",
+    "json_schema": {"schema": {"type": "object", "properties": {"depth": {"type": "integer"}}, "required": ["depth"]}},
+}
+
+
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 @pytest.mark.parametrize("limit", [90, 200])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
@@ -197,6 +203,19 @@ def test_structured_output_of_other_kinds(model):
     assert raw["parsing_error"] is None
     free = model.bind(response_format={"type": "json_object"}).invoke("Describe it.")
     assert isinstance(json.loads(free.content), dict)
+
+
+def test_an_agent_may_call_tools_before_its_structured_answer(model):
+    """With tools a reply is a call or the answer, and nothing else: both come up among random replies."""
+    free = model.model_copy(update={"temperature": 1.0})
+    bound = free.bind_tools([look], response_format=DEPTH)
+    replies = [bound.invoke("Describe it.", seed=seed) for seed in range(12)]
+    calls = [reply for reply in replies if reply.tool_calls]
+    answers = [reply for reply in replies if not reply.tool_calls]
+    assert calls
+    assert answers
+    assert all(set(json.loads(reply.content)) == {"depth"} for reply in answers)
+    assert all(reply.tool_calls[0]["name"] == "look" and reply.content == "" for reply in calls)
 
 
 def test_a_schema_that_does_not_fit_says_so(model):

@@ -188,6 +188,8 @@ class ChatAgentCompact(BaseChatModel):
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return the tokens of the prompt that these messages and tools make, the reply's beginning included."""
+        if not messages:
+            return 0
         shared = self._shared()
         read, tool_schemas = read_messages(messages), read_tools(tools or ())
         with shared.lock:
@@ -245,7 +247,7 @@ class ChatAgentCompact(BaseChatModel):
             sampling=self._sampling(call.sampling, stop),
             schema=asked.schema,
             forces_call=asked.forces_call,
-            reads_calls=bool(call.tools) and call.tool_choice != "none" and asked.schema is None,
+            reads_calls=bool(call.tools) and call.tool_choice != "none" and not asked.forces_call,
             forbids_calls=bool(call.tools) and call.tool_choice == "none" and asked.schema is None,
             resume=call.resume,
             store=self._store if call.keeps_snapshot else None,

@@ -155,3 +155,10 @@ def answer_schema(response_format: Mapping[str, Any], string_length: int) -> dic
         response_format = schema
     made: dict[str, Any] = bounded(dict(response_format), string_length)
     return made
+
+
+def either(calls: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call or an answer."""
+    definitions = {key: answer[key] for key in ("$defs", "definitions") if key in answer}
+    rest = {key: value for key, value in answer.items() if key not in definitions}
+    return {"anyOf": [*calls.get("anyOf", [calls]), rest], **definitions}

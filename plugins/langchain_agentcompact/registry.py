@@ -18,9 +18,8 @@ from agentcompact.models import LoadedModel, load_model, resolve_source
 from agentcompact.models.embedded import EMBEDDED_FILE, EMBEDDED_SHA256
 from agentcompact.models.gguf import converted_folder
 from agentcompact.models.hub import cached_snapshot
-from agentcompact.session.journal import Journal
 from agentcompact.session.rendering import ConversationTemplate
-from langchain_agentcompact.states import StatePool
+from langchain_agentcompact.states import SnapshotFolder, StatePool
 from langchain_agentcompact.tool_calls import ToolCallForm, read_form
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class SharedModel:
     @cached_property
     def pool(self) -> StatePool:
         """The conversations held; to be used under `lock`."""
-        return StatePool(self.engine, Journal(None))
+        return StatePool(self.engine, SnapshotFolder())
 
     @cached_property
     def runner(self) -> TurnRunner:

@@ -44,18 +44,22 @@ class CallSettings:
     keeps_snapshot: bool = False
 
     def asked(self, shared: SharedModel, string_length: int) -> Asked:
-        """Return the schema that the answer must match, if any."""
+        """Return the schema that the answer must match, if any; with tools it may be a call of one instead."""
         forced = self.tool_choice not in (None, "auto", "none")
         if not forced and self.response_format is None:
             return Asked()
         try:
-            from langchain_agentcompact.constraint import answer_schema, call_schema
+            from langchain_agentcompact.constraint import answer_schema, call_schema, either
         except ImportError as error:
             raise InputError(
                 "a forced tool choice and a schema need llguidance: pip install 'agentcompact[langchain]'"
             ) from error
-        if not forced:
-            return Asked(answer_schema(self.response_format or {}, string_length))
+        if self.response_format is not None and not forced:
+            answer = answer_schema(self.response_format, string_length)
+            if not self.tools or self.tool_choice == "none":
+                return Asked(answer)
+            calls = call_schema(self.tools, shared.form.arguments_key, string_length)
+            return Asked(either(calls, answer))
         tools = [t for t in self.tools if self.tool_choice in (REQUIRED, t["function"]["name"])]
         return Asked(call_schema(tools, shared.form.arguments_key, string_length), forces_call=True)
 

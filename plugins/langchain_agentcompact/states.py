@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentcompact.engines import Engine
 from agentcompact.errors import InputError
@@ -14,6 +15,13 @@ from agentcompact.session.manager import MemoryManager
 from agentcompact.session.policy import SessionPolicy
 from agentcompact.session.rendering import ConversationTemplate
 from agentcompact.session.state import SessionState, Snapshot
+
+
+class SnapshotFolder(Journal):
+    """A journal that keeps snapshots only, in a temporary folder: what was said comes with every call."""
+
+    def add(self, kind: str, **data: Any) -> int:
+        return 0
 
 
 @dataclass
