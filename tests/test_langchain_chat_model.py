@@ -138,6 +138,21 @@ def test_an_edit_behind_a_compaction_goes_back_to_the_snapshot_before(name):
     assert details(whole)["cache_read"] > details(whole)["cache_creation"]
 
 
+def test_branches_behind_a_compaction_share_its_entries(name):
+    model = ChatAgentCompact(model=name, max_tokens=12, window=400, **SMALL)
+    messages, compactions = [HumanMessage("Start.")], 0
+    while compactions == 0:
+        reply = model.invoke(messages)
+        compactions = len(reply.response_metadata["agentcompact"]["compactions"])
+        messages += [reply, HumanMessage("Tell me about the harbour, and then more about the harbour.")]
+    branches = [model.invoke([*messages[:-1], HumanMessage(text)]) for text in ("One?", "Two?", "Three?")]
+    states = sorted(shared_model(name).pool.states, key=lambda state: state.used)[-2:]
+    spans = [state.manager.cache.full_layers[0][1].span for state in states]
+    assert spans[0].keys.data_ptr() == spans[1].keys.data_ptr()
+    for branch in branches:
+        assert details(branch)["cache_read"] >= reply.usage_metadata["input_tokens"]
+
+
 def test_two_threads_and_twenty_async_calls_do_not_mix(name, model):
     def talk(number):
         messages, contents = [HumanMessage(f"I am caller {number} of this model.")], []

@@ -100,10 +100,11 @@ class StatePool:
     def best(self, items: Sequence[Item], tools: str, policy: SessionPolicy) -> Match | None:
         """Return the match that saves most reading, or None where no state shares anything."""
         best: Match | None = None
+        keys = [item.message.key for item in items]  # digests: made once, not once a state
         for state in self.states:
             if state.tools != tools or (state.is_compacted and not _same_policy(state.policy, policy)):
                 continue
-            match = _match(state, items)
+            match = _match(state, items, keys)
             if match is not None and (best is None or (match.tokens, state.used) > (best.tokens, best.state.used)):
                 best = match
         return best
@@ -178,14 +179,14 @@ def _same_policy(one: SessionPolicy, other: SessionPolicy) -> bool:
     return one.model_dump() == other.model_dump()
 
 
-def _match(state: State, items: Sequence[Item]) -> Match | None:
+def _match(state: State, items: Sequence[Item], keys: Sequence[str]) -> Match | None:
     """Compare a state with a conversation; None where nothing of it can be used."""
     if state.spilled is not None and not state.manager.journal.has(state.spilled.name):
         return None
     held, common = state.held, 0
     border = state.manager.context.compacted_until if state.spilled is None else state.border
-    for item, each in zip(items, held, strict=False):
-        if each.key != item.message.key or (each.piece not in (None, item.piece) and each.stop > border):
+    for item, key, each in zip(items, keys, held, strict=False):
+        if each.key != key or (each.piece not in (None, item.piece) and each.stop > border):
             break
         common += 1
     if common == 0:
