@@ -41,7 +41,11 @@ class TestIntegration(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "smollm2-tests", "max_tokens": 64}
+        return {"model": "smollm2-tests", "max_tokens": 40}
+
+    @property
+    def supports_anthropic_inputs(self) -> bool:
+        return True
 
     @property
     def supports_json_mode(self) -> bool:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from agentcompact.errors import SettingsError
 from agentcompact.session.policy import SessionPolicy, read_policy
 from agentcompact.settings import SamplingSettings, build_settings, suggestion
+from langchain_agentcompact.call_settings import CallSettings, policy_values, read_call
 from langchain_agentcompact.messages import read_messages, read_tools
 from langchain_agentcompact.outputs import (
     PROVIDER,
@@ -30,7 +31,6 @@ from langchain_agentcompact.outputs import (
     text_chunk,
 )
 from langchain_agentcompact.registry import SharedModel, shared_model
-from langchain_agentcompact.requests import CallSettings, policy_values, read_call
 from langchain_agentcompact.snapshots import SnapshotStore
 from langchain_agentcompact.streaming import TurnStream
 from langchain_agentcompact.structured import structured_output, tool_choice_of

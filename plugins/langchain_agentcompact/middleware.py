@@ -13,8 +13,8 @@ from langgraph.types import Command
 from typing_extensions import NotRequired
 
 from agentcompact.session.policy import read_policy
+from langchain_agentcompact.call_settings import policy_values
 from langchain_agentcompact.chat_model import ChatAgentCompact
-from langchain_agentcompact.requests import policy_values
 
 STATE_KEY = "latent_compaction"
 """Where an agent's state keeps the handle of its latest snapshot."""
