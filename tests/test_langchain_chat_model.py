@@ -294,10 +294,13 @@ def test_a_conversation_that_cannot_be_brought_down_overflows(name):
 
 
 class Events(BaseCallbackHandler):
-    def __init__(self):
-        self.events, self.ends = [], []
+    raise_error = True
+
+    def __init__(self, model):
+        self.model, self.events, self.ends = model, [], []
 
     def on_custom_event(self, name, data, **_):
+        assert self.model.get_num_tokens_from_messages([HumanMessage("A callback may ask the model.")])
         self.events.append((name, data["strategy"]))
 
     def on_llm_end(self, response, **_):
@@ -305,7 +308,8 @@ class Events(BaseCallbackHandler):
 
 
 def test_compactions_are_reported_to_callbacks_and_in_the_metadata(name):
-    model, seen = ChatAgentCompact(model=name, max_tokens=12, window=400, **SMALL), Events()
+    model = ChatAgentCompact(model=name, max_tokens=12, window=400, **SMALL)
+    seen = Events(model)
     messages, reports = [HumanMessage("Start.")], []
     for turn in range(8):
         reply = model.invoke(messages, {"callbacks": [seen]})

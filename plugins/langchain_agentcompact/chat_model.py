@@ -206,7 +206,9 @@ class ChatAgentCompact(BaseChatModel):
     ) -> ChatResult:
         call = read_call(kwargs)
         turn = self._turn(messages, stop, call)
-        answer = self._run(turn, call, None, lambda report: tell_compaction(run_manager, report))
+        answer = self._run(turn, call)
+        for report in answer.reports:  # without the lock, since a callback may ask the model something
+            tell_compaction(run_manager, report)
         return ChatResult(generations=[generation_of(answer, self._named(call))])
 
     def _stream(
@@ -232,7 +234,9 @@ class ChatAgentCompact(BaseChatModel):
                     run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
                 yield chunk
 
-    def _run(self, turn: Turn, call: CallSettings, on_text: OnText | None, told: OnCompaction) -> Answer:
+    def _run(
+        self, turn: Turn, call: CallSettings, on_text: OnText | None = None, told: OnCompaction | None = None
+    ) -> Answer:
         shared = self._shared(call.model)
         with shared.lock:
             return shared.runner.run(turn, on_text, told)

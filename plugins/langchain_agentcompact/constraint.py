@@ -159,6 +159,6 @@ def answer_schema(response_format: Mapping[str, Any], string_length: int) -> dic
 
 def either(calls: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a call or an answer."""
-    definitions = {key: answer[key] for key in ("$defs", "definitions") if key in answer}
+    definitions: dict[str, Any] = {key: answer[key] for key in ("$defs", "definitions") if key in answer}
     rest = {key: value for key, value in answer.items() if key not in definitions}
     return {"anyOf": [*calls.get("anyOf", [calls]), rest], **definitions}
