@@ -20,6 +20,8 @@ from agentcompact.strategies import make_strategy
 from langchain_agentcompact import ChatAgentCompact, register_model, unload_model
 from langchain_agentcompact.registry import shared_model
 
+pytestmark = pytest.mark.usefixtures("no_network")
+
 SMALL = {"strategy": "two_pass", "keep": ("messages", 2), "policy": {"min_span": 8}}
 
 

@@ -11,6 +11,8 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 
 from langchain_agentcompact import ChatAgentCompact, register_model
 
+pytestmark = pytest.mark.usefixtures("no_network")
+
 UNLISTED = "load() with allowed_objects='all' takes only the classes that langchain-core lists"
 PROSE = "a model of 135M parameters answers in prose where it may choose"
 

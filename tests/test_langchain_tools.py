@@ -18,6 +18,8 @@ from langchain_agentcompact.constraint import JsonConstraint, answer_schema, bou
 from langchain_agentcompact.registry import shared_model
 from langchain_agentcompact.tool_calls import ToolCallForm, VisibleText, parse_reply, read_form
 
+pytestmark = pytest.mark.usefixtures("no_network")
+
 NAMES = ("look", "add")
 LLAMA3 = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n"
