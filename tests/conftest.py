@@ -23,3 +23,13 @@ def smollm2():
 @pytest.fixture
 def document() -> str:
     return (EXAMPLES / "harbour_audit.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def no_network():
+    """Refuses every socket but those inside this machine's processes, which asyncio needs."""
+    from pytest_socket import disable_socket, enable_socket
+
+    disable_socket(allow_unix_socket=True)
+    yield
+    enable_socket()

@@ -8,6 +8,7 @@ from agentcompact.engines.base import (
     EngineCounters,
     Generation,
     Progress,
+    TokenConstraint,
 )
 from agentcompact.engines.prompt_batch import PromptBatch
 from agentcompact.engines.prompts import question_ids
@@ -22,6 +23,7 @@ __all__ = [
     "Generation",
     "Progress",
     "PromptBatch",
+    "TokenConstraint",
     "TransformersEngine",
     "question_ids",
 ]

@@ -73,6 +73,16 @@ class Generation:
     finish_reason: str = "length"
 
 
+class TokenConstraint(Protocol):
+    """Says which tokens one answer may go on with: a grammar, say."""
+
+    def allow(self, logits: Tensor) -> Tensor:
+        """Return logits (1, vocabulary) with -inf for every token that may not come next."""
+
+    def take(self, token: int) -> int:
+        """Take note of the token that was chosen; return the one to go on with, which may be another."""
+
+
 class Engine(Protocol):
     """Runs one model over caches: token ids in, tokens and captured tensors out."""
 
@@ -188,8 +198,12 @@ class Engine(Protocol):
         prompts: Sequence[Sequence[int]],
         sampling: SamplingSettings,
         on_token: Callable[[int, int], None] | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> list[Generation]:
-        """Append one prompt per sequence of the cache and decode an answer to each."""
+        """Append one prompt per sequence of the cache and decode an answer to each.
+
+        constraint: for a single prompt only.
+        """
 
     def read_prompts(self, cache: CompactedCache, prompts: Sequence[Sequence[int]], room: int = 0) -> PromptBatch:
         """Append one prompt to each sequence of the cache, with room for as many tokens after it."""
@@ -199,8 +213,9 @@ class Engine(Protocol):
         batch: PromptBatch,
         sampling: SamplingSettings,
         on_token: Callable[[int, int], None] | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> list[Generation]:
-        """Decode an answer to each prompt of a batch; the batch is used up."""
+        """Decode an answer to each prompt of a batch; the batch is used up. constraint: for a single prompt only."""
 
     def continuation_logits(self, batch: PromptBatch, continuations: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return what predicts each token of one continuation a row, (tokens, vocabulary); the batch is used up."""

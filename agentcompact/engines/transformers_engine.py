@@ -29,6 +29,7 @@ from agentcompact.engines.base import (
     EngineCounters,
     Generation,
     Progress,
+    TokenConstraint,
 )
 from agentcompact.engines.projections import InputNorms, OutputProjections
 from agentcompact.engines.prompt_batch import PromptBatch, padded_rows
@@ -220,13 +221,16 @@ class TransformersEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingSettings,
         on_token: Callable[[int, int], None] | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> list[Generation]:
         """Append one prompt to each sequence of the cache and decode an answer to each, all together.
 
         The cache grows by the prompts and the answers; sequences that have ended leave it, so a cache of several
-        sequences is used up. `on_token` is called with the prompt's number and each token id.
+        sequences is used up. `on_token` is called with the prompt's number and each token id. `constraint` is for a
+        single prompt only.
         """
-        return self.decode_batch(self.read_prompts(cache, prompts, sampling.max_new_tokens), sampling, on_token)
+        batch = self.read_prompts(cache, prompts, sampling.max_new_tokens)
+        return self.decode_batch(batch, sampling, on_token, constraint)
 
     def read_prompts(self, cache: CompactedCache, prompts: Sequence[Sequence[int]], room: int = 0) -> PromptBatch:
         """Append one prompt to each sequence of the cache, with room for as many tokens after it."""
@@ -250,16 +254,23 @@ class TransformersEngine:
         batch: PromptBatch,
         sampling: SamplingSettings,
         on_token: Callable[[int, int], None] | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> list[Generation]:
-        """Decode an answer to each prompt of a batch; the batch is used up."""
+        """Decode an answer to each prompt of a batch; the batch is used up. constraint: for a single prompt only."""
         cache = batch.cache
+        if constraint is not None and batch.rows > 1:
+            raise CacheError("a constraint is for one answer at a time: decode the prompts one by one")
         self.check_room(cache.next_position, 0, sampling.max_new_tokens)
         single = batch.rows == 1 and len(cache.token_ids) == cache.next_position
         sampler = Sampler(sampling, self.model.device)
         watch = StopWatch(self.model.tokenizer, sampling, end_token_ids(self.model), batch.rows)
         active, logits = list(range(batch.rows)), batch.logits
         while True:
-            tokens = sampler(logits)
+            if constraint is None:
+                tokens = sampler(logits)
+            else:
+                tokens = sampler(constraint.allow(logits))
+                tokens[0] = constraint.take(int(tokens[0]))
             going = [
                 row for row, token in enumerate(tokens.tolist()) if self._accept(watch, active[row], token, on_token)
             ]

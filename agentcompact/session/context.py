@@ -86,6 +86,10 @@ class Context:
         self.held = list(held)
         self.frozen = frozen
 
+    def fork(self) -> Context:
+        """Return a context that shares what is held and goes its own way from here."""
+        return Context(self.engine, self.cache.fork(), self.held, self.frozen)
+
     @property
     def compacted_until(self) -> int:
         """The position up to which tokens stand together and none can be taken out."""

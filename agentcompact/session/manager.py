@@ -77,6 +77,15 @@ class MemoryManager:
         self.journal.add(kind, **data)
         self.state.apply(kind, data)
 
+    def fork(self) -> MemoryManager:
+        """Return a manager of a copy of the session, which shares its entries and snapshots and goes its own way."""
+        state = SessionState(self.state.created, list(self.state.messages), dict(self.state.replies))
+        state.pinned, state.compactions = set(self.state.pinned), list(self.state.compactions)
+        made = MemoryManager(self.engine, self.journal, state, self.policy, self.prompt)
+        made.context, made.moved = self.context.fork(), self.moved
+        made.paused, made._paused_at = self.paused, self._paused_at
+        return made
+
     # Reading
 
     def read(

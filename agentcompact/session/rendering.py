@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentcompact.cache import PromptFormat
 from agentcompact.errors import InputError
 from agentcompact.session.messages import Message, ToolCall
 
@@ -90,6 +91,19 @@ class ConversationTemplate:
         text = self._text([Message(role="user", content="a"), Message(role="assistant", content=_PROBE)], reply=False)
         return text.rpartition(_PROBE)[2]
 
+    def prompt_format(self) -> PromptFormat:
+        """Return how a strategy asks the model something behind the conversation."""
+        talk = [Message(role="user", content="a"), Message(role="assistant", content="b")]
+        rendered = self.render([*talk, Message(role="user", content=_PROBE)])
+        opening, _, closing = rendered.pieces[-1].rpartition(_PROBE)
+        return PromptFormat(
+            kind="chat",
+            opening=opening,
+            before_question="",
+            after_question=closing + rendered.reply,
+            stop=self.stop,
+        )
+
     def _boundary(self, messages: Sequence[Message], count: int, whole: str, done: int) -> int:
         """Return where the first `count` messages end in the whole text, or `done` where that cannot be told."""
         try:
@@ -147,11 +161,16 @@ def tool_call_text(call: ToolCall) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
+def tool_response_text(name: str, content: str) -> str:
+    """Write a tool's result for a template that knows no tools."""
+    called = f"{name}: " if name else ""
+    return f"<tool_response>\n{called}{content}\n</tool_response>"
+
+
 def _without_tools(message: Message) -> dict[str, Any]:
     """Return a message whose calls and results are plain text."""
     if message.role == "tool":
-        name = f"{message.name}: " if message.name else ""
-        return {"role": "user", "content": f"<tool_response>\n{name}{message.content}\n</tool_response>"}
+        return {"role": "user", "content": tool_response_text(message.name, message.content)}
     calls = [tool_call_text(call) for call in message.tool_calls]
     return {"role": message.role, "content": "\n".join([*([message.content] if message.content else []), *calls])}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentcompact.api import as_engine, library_version
-from agentcompact.cache import CompactedCache, PromptFormat
+from agentcompact.cache import CompactedCache
 from agentcompact.engines import Engine, Progress
 from agentcompact.engines.text_stream import TextStream
 from agentcompact.errors import InputError
@@ -90,6 +90,7 @@ class Session:
         self.sampling = sampling or SamplingSettings(max_new_tokens=512)
         chat = self._render if self.engine.has_chat_template else None
         self.template = ConversationTemplate(chat, tools)
+        self._ending = self.template.ending()
         self.journal = Journal(None if folder is None else Path(folder))
         try:
             state = replay(self.journal.events())
@@ -99,7 +100,7 @@ class Session:
                 self.journal,
                 state,
                 self.policy,
-                self._prompt_format(),
+                self.template.prompt_format(),
                 before_compaction,
                 after_compaction,
             )
@@ -349,21 +350,6 @@ class Session:
             for index, (message, piece) in enumerate(zip(state.messages, rendered.pieces, strict=True))
         ]
         return items, rendered.reply
-
-    def _prompt_format(self) -> PromptFormat:
-        """Return how a strategy asks the model something behind the conversation."""
-        talk = [Message(role="user", content="a"), Message(role="assistant", content="b")]
-        mark = "QUESTION5b1e7d"
-        rendered = self.template.render([*talk, Message(role="user", content=mark)])
-        opening, _, closing = rendered.pieces[-1].rpartition(mark)
-        self._ending = self.template.ending()
-        return PromptFormat(
-            kind="chat",
-            opening=opening,
-            before_question="",
-            after_question=closing + rendered.reply,
-            stop=self.template.stop,
-        )
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, reply: bool) -> str:
         return self.engine.render_chat(messages, tools, generation_prompt=reply)
