@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from agentcompact.cache import CompactedCache, PromptFormat
 from agentcompact.engines import Engine, Progress
@@ -301,13 +302,13 @@ class MemoryManager:
                 f"{self.cache.held_positions:,.0f} are held: compact, or turn automatic compaction on"
             )
         backup = Context(self.engine, self.cache.fork(), self.context.held, self.context.frozen)
+        known = len(self.state.compactions)
         reports: list[CompactionReport] = []
         try:
             for item, ids in reading.new:
                 reports += self._read_long(item, ids, reserve, progress)
         except BaseException:
-            while len(reports) and self.state.compactions:
-                reports.pop()
+            while len(self.state.compactions) > known:
                 self.record("undone")
             self.context = backup
             raise
@@ -316,15 +317,18 @@ class MemoryManager:
     def _read_long(
         self, item: Item, ids: Sequence[int], reserve: int, progress: Progress | None
     ) -> list[CompactionReport]:
-        """Read one message, compacting what is there and its own beginning whenever the window is full."""
+        """Read one message, compacting what is there and its own beginning whenever the window is full.
+
+        What is there of it meanwhile is held as a message that equals none, so that snapshots tell what they hold.
+        """
         reports: list[CompactionReport] = []
         begin, done = self.cache.next_position, 0
+        self.context.held.append(HeldMessage("", "", begin, begin))
         while done < len(ids):
             block = min(self.policy.block, self.window // 4, len(ids) - done)
             if self._over(block + reserve):
-                part = HeldMessage("", "", begin, self.cache.next_position)
                 plan = plan_block(
-                    self.state.messages, [*self.context.held, part], self.cache, self.state.pinned, self.policy,
+                    self.state.messages, self.context.held, self.cache, self.state.pinned, self.policy,
                     Pressure(self.window, block, reserve),
                 )  # fmt: skip
                 if isinstance(plan, str):
@@ -333,10 +337,10 @@ class MemoryManager:
                     )
                 reports.append(self.compact(plan, automatic=True, progress=progress))
                 self._move_down(block + reserve)
-                begin = min(begin, self.cache.next_position)
             self.engine.prefill(ids[done : done + block], self.cache, progress=progress)
+            self.context.held[-1] = replace(self.context.held[-1], stop=self.cache.next_position)
             done += block
-        self.context.held.append(HeldMessage(item.message.key, item.piece, begin, self.cache.next_position))
+        self.context.held[-1] = replace(self.context.held[-1], key=item.message.key, piece=item.piece)
         return reports
 
     # Snapshots

@@ -1,0 +1,106 @@
+"""Faults that were found by attacking conversations: each test failed before its fault was mended."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from tiny import chat_model
+
+from agentcompact import SamplingSettings, TransformersEngine
+from agentcompact.session import Session, SessionPolicy, VetoError
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return TransformersEngine(chat_model())
+
+
+def opened(engine, folder=None, **settings):
+    named = {
+        name: settings.pop(name)
+        for name in ("system", "tools", "before_compaction", "after_compaction")
+        if name in settings
+    }
+    policy = {"strategy": "two_pass", "window": 1000, "min_span": 8, "keep": ("messages", 2), **settings}
+    return Session(
+        engine, SessionPolicy(**policy), folder=folder, sampling=SamplingSettings(max_new_tokens=12), **named
+    )
+
+
+def assert_sound(made):
+    """What is held covers the cache without gaps."""
+    position = 0
+    for held in made.memory.context.held:
+        assert held.start == position
+        position = held.stop
+    assert position == made.cache.next_position == len(made.cache.token_ids)
+    assert made.cache.held_positions <= made.memory.window
+
+
+def test_undo_after_a_message_that_was_read_in_blocks(engine):
+    made = opened(engine)
+    made.send("Hello there.")
+    assert made.send("x" * 3000).compactions
+    length = made.cache.next_position
+    made.undo()
+    assert_sound(made)
+    made.send("And now?")
+    assert_sound(made)
+    assert made.cache.next_position < length + 100  # nothing is there twice
+
+
+def test_a_message_refused_halfway_through_its_blocks_leaves_nothing(engine, tmp_path):
+    asked = []
+
+    def veto(plan):
+        asked.append(plan)
+        return None if len(asked) < 3 else False
+
+    with opened(engine, tmp_path / "s", before_compaction=veto) as made:
+        made.send("Hello there.")
+        position = made.cache.next_position
+        made.add("y" * 3000)
+        with pytest.raises(VetoError):
+            made.reply()
+        assert made.status().compactions == 0
+        assert made.cache.next_position - position < 20
+        made.delete_from(3)
+    with opened(engine, tmp_path / "s") as made:
+        assert_sound(made)
+        assert made.cache.next_position - position < 20
+
+
+def test_killed_while_a_message_is_read_in_blocks(engine, tmp_path):
+    child = os.fork()
+    if child == 0:
+        import torch
+
+        torch.set_num_threads(1)
+        done = []
+
+        def kill(report):
+            done.append(report)
+            if len(done) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        made = opened(engine, tmp_path / "s", after_compaction=kill)
+        made.send("Hello there.")
+        made.send("y" * 3000)
+        os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    with opened(engine, tmp_path / "s") as made:
+        assert len(made.messages) == 3
+        made.reply()
+        assert_sound(made)
+        assert made.cache.next_position < 3150
+
+
+def test_a_long_message_whose_blocks_are_moved_down(engine):
+    made = opened(engine, max_ratio=64.0)
+    made.send("Hello there.")
+    made.send("y" * 6000)  # more than the model's context
+    assert_sound(made)
+    made.send("And now?")
+    assert_sound(made)
