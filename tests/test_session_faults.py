@@ -104,3 +104,23 @@ def test_a_long_message_whose_blocks_are_moved_down(engine):
     assert_sound(made)
     made.send("And now?")
     assert_sound(made)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("callback", ["on_text", "read_message"])
+def test_a_callback_that_raises_leaves_no_half_reply_behind(kind, callback):
+    made = opened(TransformersEngine(chat_model(kind)))
+    made.send("Hello there.")
+    made.add("And how is the sea today?")
+
+    def fail(text):
+        raise ValueError("no JSON")
+
+    with pytest.raises(ValueError, match="no JSON"):
+        made.reply(**{callback: fail})
+    assert_sound(made)
+    other = opened(made.engine)
+    other.send("Hello there.")
+    assert made.reply().text == other.send("And how is the sea today?").text
+    assert_sound(made)
+    assert made.cache.token_ids == other.cache.token_ids
