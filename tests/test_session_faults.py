@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
+from contextlib import closing
 
 import pytest
 from tiny import chat_model
 
 from agentcompact import SamplingSettings, TransformersEngine
+from agentcompact.errors import DocumentError, SettingsError
 from agentcompact.session import Session, SessionPolicy, VetoError
 
 
@@ -124,3 +127,20 @@ def test_a_callback_that_raises_leaves_no_half_reply_behind(kind, callback):
     assert made.reply().text == other.send("And how is the sea today?").text
     assert_sound(made)
     assert made.cache.token_ids == other.cache.token_ids
+
+
+def test_a_ratio_beyond_the_highest_is_one_short_line(engine):
+    with pytest.raises(SettingsError) as caught:
+        opened(engine).configure(ratio=100.0)
+    assert str(caught.value) == "session: Value error, max_ratio 64 is below the ratio 100"
+
+
+@pytest.mark.parametrize("data", ["null", "[]", '"x"', "{}"])
+@pytest.mark.parametrize("kind", ["message", "pinned", "compacted", "saved", "truncated"])
+def test_a_journal_row_that_makes_no_sense(engine, tmp_path, kind, data):
+    with opened(engine, tmp_path / "s") as made:
+        made.add("Hello.")
+    with closing(sqlite3.connect(tmp_path / "s" / "session.db")) as database, database:
+        database.execute("INSERT INTO journal (at, kind, data) VALUES ('', ?, ?)", (kind, data))
+    with pytest.raises(DocumentError, match="cannot be read"):
+        opened(engine, tmp_path / "s")
