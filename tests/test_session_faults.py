@@ -144,3 +144,14 @@ def test_a_journal_row_that_makes_no_sense(engine, tmp_path, kind, data):
         database.execute("INSERT INTO journal (at, kind, data) VALUES ('', ?, ?)", (kind, data))
     with pytest.raises(DocumentError, match="cannot be read"):
         opened(engine, tmp_path / "s")
+
+
+@pytest.mark.parametrize("settings", [{"system": "z" * 720}, {"margin": 0.9}])
+def test_where_the_trigger_cannot_be_reached_the_window_is_kept(engine, settings):
+    """A conversation that no compaction brings below the trigger by the margin goes on as long as it fits."""
+    made = opened(engine, **settings)
+    replies = [made.send(f"What happened on day {day}?") for day in range(20)]
+    assert sum(len(reply.compactions) for reply in replies) >= 1
+    assert max(len(reply.compactions) for reply in replies) == 1
+    assert made.cache.held_positions <= 1000
+    assert any("waits" in note for reply in replies for note in reply.notes)

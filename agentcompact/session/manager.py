@@ -168,7 +168,7 @@ class MemoryManager:
             return []
         pressure = Pressure(self.window, pending, reserve)
         try:
-            report = self._compact_once(items, pressure, progress)
+            report = self._compact_once(items, pressure, progress, forced=forced)
         except AgentCompactError as error:
             if not forced:
                 self._pause(str(error))
@@ -188,8 +188,13 @@ class MemoryManager:
         due = not waits and self.policy.is_triggered(reached, self._live_messages(items), self.window)
         return due, self._over(pending + reserve)
 
-    def _compact_once(self, items: Sequence[Item], pressure: Pressure, progress: Progress | None) -> CompactionReport:
+    def _compact_once(
+        self, items: Sequence[Item], pressure: Pressure, progress: Progress | None, *, forced: bool
+    ) -> CompactionReport:
         plan = self._plan(items, pressure)
+        if isinstance(plan, str) and forced:
+            pressure = replace(pressure, full=True)
+            plan = self._plan(items, pressure)
         if isinstance(plan, str):
             raise ContextLengthError(f"the conversation cannot be compacted further: {plan}")
         return self.compact(plan, automatic=True, most=pressure.most_after(self.policy), progress=progress)
