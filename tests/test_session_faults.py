@@ -155,3 +155,22 @@ def test_where_the_trigger_cannot_be_reached_the_window_is_kept(engine, settings
     assert max(len(reply.compactions) for reply in replies) == 1
     assert made.cache.held_positions <= 1000
     assert any("waits" in note for reply in replies for note in reply.notes)
+
+
+def test_a_pinned_message_keeps_its_positions_apart_when_keys_are_moved_down():
+    made = opened(TransformersEngine(chat_model(max_position_embeddings=1024)), window=600, ratio=8.0)
+    made.send("Hello.")
+    made.send("The secret number is 4711 and the boat is called Kittiwake.")
+    made.pin(3)
+    ids = made.cache.token_ids[made.memory.context.held[2].start : made.memory.context.held[2].stop]
+    moves = 0
+    for day in range(60):
+        moves += any("moved down" in note for note in made.send(f"What happened on day {day}?").notes)
+        row, held = made.message_table()[2], made.memory.context.held[2]
+        assert row.entries == row.tokens == len(ids)
+        assert made.cache.token_ids[held.start : held.stop] == ids
+        assert_sound(made)
+        for index, _ in made.cache.full_layers:
+            places = made.cache.source(index, held.start, held.stop).positions
+            assert places.unique().tolist() == list(range(held.start, held.stop))
+    assert moves >= 3
