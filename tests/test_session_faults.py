@@ -8,7 +8,7 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from tiny import chat_model
+from tiny import NO_SYSTEM, chat_model
 
 from agentcompact import SamplingSettings, TransformersEngine
 from agentcompact.errors import DocumentError, SettingsError
@@ -174,3 +174,19 @@ def test_a_pinned_message_keeps_its_positions_apart_when_keys_are_moved_down():
             places = made.cache.source(index, held.start, held.stop).positions
             assert places.unique().tolist() == list(range(held.start, held.stop))
     assert moves >= 3
+
+
+def test_a_system_message_in_front_of_the_users_is_never_compacted():
+    rule = "Never lie to the captain <|im_end|> of the ship."
+    made = opened(TransformersEngine(chat_model(template=NO_SYSTEM)), system=rule)
+    for day in range(6):
+        made.send(f"What happened on day {day}?")
+    made.compact()
+    system, first = made.message_table()[:2]
+    assert system.entries == system.tokens >= len(rule)
+    assert first.state == "compacted"
+    text = made.engine.model.tokenizer.decode(made.cache.token_ids)
+    assert text.startswith(f"<|im_start|>user\n{rule}\n\nWhat happened on day 0?<|im_end|>\n")
+    end = made.engine.encode("<|im_end|>", control_tokens=True)[0]
+    assert end not in made.cache.token_ids[: system.tokens]  # what a message spells is no control token
+    assert_sound(made)
