@@ -190,3 +190,16 @@ def test_a_system_message_in_front_of_the_users_is_never_compacted():
     end = made.engine.encode("<|im_end|>", control_tokens=True)[0]
     assert end not in made.cache.token_ids[: system.tokens]  # what a message spells is no control token
     assert_sound(made)
+
+
+def test_a_snapshot_of_another_moment_is_not_taken(engine, tmp_path):
+    with opened(engine, tmp_path / "s") as made:
+        made.send("Hello there.")
+        made.memory.save()
+        old = made.memory.state.latest.name
+        made.send("And how is the sea today?")
+    folder = tmp_path / "s" / "snapshots"
+    (folder / old).replace(folder / made.memory.state.latest.name)
+    with opened(engine, tmp_path / "s") as again:
+        again.send("Go on.")
+        assert_sound(again)

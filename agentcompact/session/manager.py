@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from agentcompact.cache import CompactedCache, PromptFormat
 from agentcompact.engines import Engine, Progress
-from agentcompact.errors import AgentCompactError, CacheError, ContextLengthError, InputError
+from agentcompact.errors import AgentCompactError, CacheError, ContextLengthError, DocumentError, InputError
 from agentcompact.session.compaction import CompactionReport, compact_conversation, context_after
 from agentcompact.session.context import BehindSpanError, Context, HeldMessage, Item, Reading
 from agentcompact.session.journal import Journal
@@ -376,6 +376,8 @@ class MemoryManager:
         else:
             try:
                 cache = self.journal.load(snapshot.name, self.engine)
+                if cache.next_position != (snapshot.held[-1].stop if snapshot.held else 0):
+                    raise DocumentError(f"the snapshot {snapshot.name} is not the one that the journal tells of")
                 context = Context(self.engine, cache, snapshot.held, snapshot.frozen)
             except InputError as error:
                 if strict:
