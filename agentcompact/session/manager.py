@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from agentcompact.cache import CompactedCache, PromptFormat
 from agentcompact.engines import Engine, Progress
-from agentcompact.errors import AgentCompactError, CacheError, ContextLengthError, InputError
+from agentcompact.errors import AgentCompactError, CacheError, ContextLengthError, DocumentError, InputError
 from agentcompact.session.compaction import CompactionReport, compact_conversation, context_after
 from agentcompact.session.context import BehindSpanError, Context, HeldMessage, Item, Reading
 from agentcompact.session.journal import Journal
@@ -176,7 +177,7 @@ class MemoryManager:
             return []
         pressure = Pressure(self.window, pending, reserve)
         try:
-            report = self._compact_once(items, pressure, progress)
+            report = self._compact_once(items, pressure, progress, forced=forced)
         except AgentCompactError as error:
             if not forced:
                 self._pause(str(error))
@@ -196,8 +197,13 @@ class MemoryManager:
         due = not waits and self.policy.is_triggered(reached, self._live_messages(items), self.window)
         return due, self._over(pending + reserve)
 
-    def _compact_once(self, items: Sequence[Item], pressure: Pressure, progress: Progress | None) -> CompactionReport:
+    def _compact_once(
+        self, items: Sequence[Item], pressure: Pressure, progress: Progress | None, *, forced: bool
+    ) -> CompactionReport:
         plan = self._plan(items, pressure)
+        if isinstance(plan, str) and forced:
+            pressure = replace(pressure, full=True)
+            plan = self._plan(items, pressure)
         if isinstance(plan, str):
             raise ContextLengthError(f"the conversation cannot be compacted further: {plan}")
         return self.compact(plan, automatic=True, most=pressure.most_after(self.policy), progress=progress)
@@ -310,13 +316,13 @@ class MemoryManager:
                 f"{self.cache.held_positions:,.0f} are held: compact, or turn automatic compaction on"
             )
         backup = Context(self.engine, self.cache.fork(), self.context.held, self.context.frozen)
+        known = len(self.state.compactions)
         reports: list[CompactionReport] = []
         try:
             for item, ids in reading.new:
                 reports += self._read_long(item, ids, reserve, progress)
         except BaseException:
-            while len(reports) and self.state.compactions:
-                reports.pop()
+            while len(self.state.compactions) > known:
                 self.record("undone")
             self.context = backup
             raise
@@ -325,15 +331,18 @@ class MemoryManager:
     def _read_long(
         self, item: Item, ids: Sequence[int], reserve: int, progress: Progress | None
     ) -> list[CompactionReport]:
-        """Read one message, compacting what is there and its own beginning whenever the window is full."""
+        """Read one message, compacting what is there and its own beginning whenever the window is full.
+
+        What is there of it meanwhile is held as a message that equals none, so that snapshots tell what they hold.
+        """
         reports: list[CompactionReport] = []
         begin, done = self.cache.next_position, 0
+        self.context.held.append(HeldMessage("", "", begin, begin))
         while done < len(ids):
             block = min(self.policy.block, self.window // 4, len(ids) - done)
             if self._over(block + reserve):
-                part = HeldMessage("", "", begin, self.cache.next_position)
                 plan = plan_block(
-                    self.state.messages, [*self.context.held, part], self.cache, self.state.pinned, self.policy,
+                    self.state.messages, self.context.held, self.cache, self.state.pinned, self.policy,
                     Pressure(self.window, block, reserve),
                 )  # fmt: skip
                 if isinstance(plan, str):
@@ -342,10 +351,10 @@ class MemoryManager:
                     )
                 reports.append(self.compact(plan, automatic=True, progress=progress))
                 self._move_down(block + reserve)
-                begin = min(begin, self.cache.next_position)
             self.engine.prefill(ids[done : done + block], self.cache, progress=progress)
+            self.context.held[-1] = replace(self.context.held[-1], stop=self.cache.next_position)
             done += block
-        self.context.held.append(HeldMessage(item.message.key, item.piece, begin, self.cache.next_position))
+        self.context.held[-1] = replace(self.context.held[-1], key=item.message.key, piece=item.piece)
         return reports
 
     # Snapshots
@@ -376,6 +385,8 @@ class MemoryManager:
         else:
             try:
                 cache = self.journal.load(snapshot.name, self.engine)
+                if cache.next_position != (snapshot.held[-1].stop if snapshot.held else 0):
+                    raise DocumentError(f"the snapshot {snapshot.name} is not the one that the journal tells of")
                 context = Context(self.engine, cache, snapshot.held, snapshot.frozen)
             except InputError as error:
                 if strict:

@@ -39,17 +39,23 @@ class CompactionPlan:
 
 @dataclass(frozen=True)
 class Pressure:
-    """What a session must hold beside what it holds: tokens to be read next, and room for the reply."""
+    """What a session must hold beside what it holds: tokens to be read next, and room for the reply.
+
+    full: that the window is kept is enough, where a compaction cannot come below the trigger.
+    """
 
     window: int
     pending: int = 0
     reply: int = 0
+    full: bool = False
 
     def most_after(self, policy: SessionPolicy) -> int:
         """Return the held positions that a compaction must come down to, what is pending not counted."""
+        within = self.window - self.pending - self.reply
+        if self.full:
+            return within
         trigger = policy.trigger_tokens(self.window)
-        below = math.floor(trigger - policy.margin * self.window) - self.pending
-        return min(below, self.window - self.pending - self.reply)
+        return min(within, math.floor(trigger - policy.margin * self.window) - self.pending)
 
 
 def held_in(cache: CompactedCache, start: int, stop: int) -> float:

@@ -160,8 +160,9 @@ def read_policy(file: Path | None = None, **values: Any) -> SessionPolicy:
         found = Sources(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "settings"
-        raise SettingsError(f"session: {where}={first.get('input')!r}: {first['msg']}") from error
+        where = ".".join(str(part) for part in first["loc"])
+        what = f"{where}={first.get('input')!r}: " if where else ""  # what goes wrong together names itself
+        raise SettingsError(f"session: {what}{first['msg']}") from error
     except (OSError, ValueError) as error:
         raise SettingsError(
             f"the session's settings cannot be read from {file or 'the environment'}: {error}"

@@ -106,6 +106,9 @@ class ConversationTemplate:
 
     def _boundary(self, messages: Sequence[Message], count: int, whole: str, done: int) -> int:
         """Return where the first `count` messages end in the whole text, or `done` where that cannot be told."""
+        if count == 1 and messages[0].role == "system" and not self.takes_system:  # it is in front of the user's
+            text = "\n\n".join(self._system(messages)).strip()
+            return max(done, whole.find(text) + len(text)) if text and text in whole else done
         try:
             part = self._text(messages[:count], reply=False)
         except InputError:  # some templates want a user's message behind a system's
@@ -119,11 +122,8 @@ class ConversationTemplate:
 
     def _prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return the messages as the template takes them."""
-        system = [m.content for m in messages[:1] if m.role == "system"]
-        rest = list(messages[len(system) :])
-        if self.tools and not self.takes_tools:
-            described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in self.tools)
-            system.append(TOOLS_INTRODUCTION.format(tools=described))
+        system = self._system(messages)
+        rest = messages[1:] if messages and messages[0].role == "system" else messages
         made: list[dict[str, Any]] = []
         if system and self.takes_system:
             made.append({"role": "system", "content": "\n\n".join(system)})
@@ -142,6 +142,14 @@ class ConversationTemplate:
         if system:  # nobody has spoken yet
             made.append({"role": "user", "content": "\n\n".join(system)})
         return made
+
+    def _system(self, messages: Sequence[Message]) -> list[str]:
+        """Return the paragraphs of the system message: its content, and tools that the template does not know."""
+        system = [m.content for m in messages[:1] if m.role == "system"]
+        if self.tools and not self.takes_tools:
+            described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in self.tools)
+            system.append(TOOLS_INTRODUCTION.format(tools=described))
+        return system
 
     def _shows(
         self, messages: Sequence[dict[str, Any]], wanted: str, tools: Sequence[dict[str, Any]] | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,9 +15,19 @@ from agentcompact.cache.tail import TailBuffer
 from agentcompact.engines import ROTATES_STATES, Engine
 from agentcompact.errors import CapabilityError, UnsupportedModelError
 from agentcompact.session.context import Context
+from agentcompact.session.planning import held_in
 
 NEAR = 0.75
 """Fraction of the model's context beyond which positions are moved down."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Positions [start, stop) that become `length` positions."""
+
+    start: int
+    stop: int
+    length: int
 
 
 def check_repositioning(engine: Engine) -> None:
@@ -36,22 +48,29 @@ def shortest_length(cache: CompactedCache, start: int, stop: int) -> int:
     return min(longest, stop - start)
 
 
-def repositioned(engine: Engine, cache: CompactedCache, start: int, stop: int, length: int) -> CompactedCache:
+def repositioned(
+    engine: Engine, cache: CompactedCache, start: int, stop: int, length: int | Sequence[Piece]
+) -> CompactedCache:
     """Return a cache in which the compacted positions [start, stop) take `length` positions, and all later ones follow.
 
-    Keys are rotated back from where they were and forth to where they are now; values, biases and the order of entries
-    stay. Of the token ids the last `length` of the span are kept. Captured queries are dropped: they lie at the old
-    positions.
+    length: or pieces that cover [start, stop) one after the other, each with the positions that it takes. Keys are
+    rotated back from where they were and forth to where they are now; values, biases and the order of entries stay. Of
+    the token ids the last ones of each piece are kept. Captured queries are dropped: they lie at the old positions.
     """
     check_repositioning(engine)
-    if not cache.span_tokens >= stop > start or not 1 <= length <= stop - start:
-        raise CapabilityError(f"positions {start} to {stop} cannot become {length}: only a compacted span is moved")
-    other, gap = cache.fork(), (stop - start) - length
-    scale = length / (stop - start)
+    pieces = [Piece(start, stop, length)] if isinstance(length, int) else length
+    total = sum(piece.length for piece in pieces)
+    if not cache.span_tokens >= stop > start or not all(1 <= each.length <= each.stop - each.start for each in pieces):
+        raise CapabilityError(f"positions {start} to {stop} cannot become {total}: only a compacted span is moved")
+    other, gap = cache.fork(), (stop - start) - total
 
     def moved(positions: Tensor) -> Tensor:
-        inside = start + torch.floor((positions - start).double() * scale).to(positions.dtype)
-        return torch.where(positions < start, positions, torch.where(positions < stop, inside, positions - gap))
+        made, begin = torch.where(positions < stop, positions, positions - gap), start
+        for piece in pieces:
+            inside = begin + (positions - piece.start) * piece.length // (piece.stop - piece.start)
+            made = torch.where((positions >= piece.start) & (positions < piece.stop), inside, made)
+            begin += piece.length
+        return made
 
     for _, layer in other.full_layers:
         span, tail, live = layer.span, layer.tail, layer.length
@@ -63,7 +82,8 @@ def repositioned(engine: Engine, cache: CompactedCache, start: int, stop: int, l
         layer.hold(new, layer.before - gap, tail, live)
     other.captured = None
     if len(other.token_ids) == cache.next_position:
-        del other.token_ids[start : stop - length]
+        for piece in reversed(pieces):
+            del other.token_ids[piece.start : piece.stop - piece.length]
     return other
 
 
@@ -76,18 +96,37 @@ def moved_down(engine: Engine, context: Context, start: int, more: int) -> Conte
     if cache.next_position + more <= NEAR * limit or not cache.is_compacted:
         return None
     stop = cache.span_tokens
-    length = new_length(cache, start, stop, limit) if stop > start else 0
-    gap = stop - start - length
-    if gap <= 0:
+    pieces = _pieces(context, start, stop, limit) if stop > start else []
+    if sum(piece.length for piece in pieces) >= stop - start:
         return None
 
     def place(position: int) -> int:
-        if position < start:
-            return position
-        return position - gap if position >= stop else start + (position - start) * length // (stop - start)
+        moved = min(position, start)
+        for piece in pieces:
+            inside = min(max(0, position - piece.start), piece.stop - piece.start)
+            moved += inside * piece.length // (piece.stop - piece.start)
+        return moved + max(0, position - stop)
 
     held = [replace(each, start=place(each.start), stop=place(each.stop)) for each in context.held]
-    return Context(engine, repositioned(engine, cache, start, stop, length), held, place(context.frozen))
+    return Context(engine, repositioned(engine, cache, start, stop, pieces), held, place(context.frozen))
+
+
+def _pieces(context: Context, start: int, stop: int, limit: int) -> list[Piece]:
+    """Return how many positions each message of a compacted span takes; messages that are whole, as pinned ones, stay
+    as wide as they are, so that their words keep their distances."""
+    cache = context.cache
+    inside = {min(max(edge, start), stop) for each in context.held for edge in (each.start, each.stop)}
+    edges = sorted({start, stop} | inside)
+    parts = list(itertools.pairwise(edges))
+    whole = {part for part in parts if held_in(cache, *part) >= part[1] - part[0]}
+    solid = sum(end - begin for begin, end in whole)
+    rest = max(0, new_length(cache, start, stop, limit) - solid)
+    scale = rest / max(1, stop - start - solid)
+    pieces = []
+    for begin, end in parts:
+        wanted = max(1, shortest_length(cache, begin, end), math.floor((end - begin) * scale))
+        pieces.append(Piece(begin, end, end - begin if (begin, end) in whole else min(end - begin, wanted)))
+    return pieces
 
 
 def new_length(cache: CompactedCache, start: int, stop: int, limit: int) -> int:

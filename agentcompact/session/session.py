@@ -305,21 +305,26 @@ class Session:
             if piece and on_text is not None:
                 on_text(piece)
 
+        windows = self.cache.windows()
         try:
             sampling = self.sampling.model_copy(update={"max_new_tokens": room, "stop": stops})
-            (made,) = self.engine.decode(self.cache, [prompt], sampling, on_token)
-            text, ids, reason = made.text, made.token_ids, made.finish_reason
-        except KeyboardInterrupt:
-            if not ids:
-                context.cache.roll_back(start)
-                raise
-            text, reason = self.engine.decode_text(ids), "interrupted"
-        rest = stream.finish(text)
-        if rest and on_text is not None:
-            on_text(rest)
-        message = (
-            Message(role="assistant", content=text.strip()) if read_message is None else read_message(text.strip())
-        )
+            try:
+                (made,) = self.engine.decode(self.cache, [prompt], sampling, on_token)
+                text, ids, reason = made.text, made.token_ids, made.finish_reason
+            except KeyboardInterrupt:
+                if not ids:
+                    raise
+                text, reason = self.engine.decode_text(ids), "interrupted"
+            rest = stream.finish(text)
+            if rest and on_text is not None:
+                on_text(rest)
+            text = text.strip()
+            message = Message(role="assistant", content=text) if read_message is None else read_message(text)
+        except BaseException:  # what a callback raises, too: a reply that nobody takes note of is not held either
+            self.cache.restore_windows(windows)
+            self.cache.roll_back(start)
+            self.cache.reserve(0)
+            raise
         kept = self._without_stop(ids, text) if reason == "stop" else len(ids)
         data: dict[str, Any] = {"message": message.model_dump(mode="json")}
         if kept is None:

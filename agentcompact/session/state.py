@@ -98,7 +98,7 @@ def replay(events: Iterable[Event]) -> SessionState:
     for event in events:
         try:
             state.apply(event.kind, event.data)
-        except (KeyError, TypeError, IndexError, ValidationError) as error:
+        except (AttributeError, KeyError, TypeError, IndexError, ValidationError) as error:
             raise DocumentError(f"event {event.number} of the session's journal cannot be read: {error}") from error
     return state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -14,6 +14,9 @@ from agentcompact_cli.options import parse_settings, read_document
 
 if TYPE_CHECKING:
     from agentcompact_cli.chat_loop import Chat
+
+
+Number = TypeVar("Number", int, float)
 
 
 class Quit(Exception):  # noqa: N818 - it ends the loop, nothing is wrong
@@ -31,7 +34,10 @@ def compact(chat: Chat, rest: str) -> None:
 def strategy(chat: Chat, rest: str) -> None:
     """[NAME [SETTING=VALUE ...]]  show or change the strategy"""
     if rest:
-        name, *pairs = shlex.split(rest)
+        try:
+            name, *pairs = shlex.split(rest)
+        except ValueError as error:
+            raise click.UsageError(f"{rest} cannot be read: {error}") from error
         chat.session.configure(strategy=name, settings=parse_settings(tuple(pairs)))
     policy = chat.session.policy
     settings = " ".join(f"{name}={value}" for name, value in policy.settings.items())
@@ -40,7 +46,8 @@ def strategy(chat: Chat, rest: str) -> None:
 
 def ratio(chat: Chat, rest: str) -> None:
     """N  keep one entry for so many tokens"""
-    chat.session.configure(ratio=_number(rest, "/ratio 4"))
+    value = _number(rest, "/ratio 4", float)
+    chat.session.configure(ratio=value, max_ratio=max(value, chat.session.policy.max_ratio))
     chat.say(f"ratio {chat.session.policy.ratio:g}")
 
 
@@ -51,7 +58,7 @@ def context(chat: Chat, rest: str) -> None:
 
 def pin(chat: Chat, rest: str) -> None:
     """N  never compact message N; again to unpin it"""
-    number = int(_number(rest, "/pin 3"))
+    number = _number(rest, "/pin 3", int)
     pinned = chat.session.pin(number)
     chat.say(f"message {number} is {'pinned' if pinned else 'no longer pinned'}")
 
@@ -181,8 +188,8 @@ def run_command(chat: Chat, line: str) -> None:
     COMMANDS[name](chat, rest.strip())
 
 
-def _number(text: str, example: str) -> float:
+def _number(text: str, example: str, kind: Callable[[str], Number]) -> Number:
     try:
-        return float(text)
+        return kind(text)
     except ValueError as error:
         raise click.UsageError(f"a number is needed, for example {example}") from error
