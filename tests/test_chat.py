@@ -250,3 +250,21 @@ def test_in_a_terminal(folder, tmp_path):
     again.until(pexpect.EOF)
     again.process.close()
     assert again.process.exitstatus == 0
+
+
+def test_a_line_that_is_no_text_is_left_out(monkeypatch, capsys, folder, tmp_path):
+    import io
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["agentcompact", "chat", "-m", folder, "--no-save", "-q", "-n", "4", "--json"])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n\xff bad\nAgain\n")))
+    assert command._run() == 1
+    captured = capsys.readouterr()
+    assert captured.out.count('"reply"') == 2
+    assert "line 2 is not UTF-8" in captured.err
+
+
+def test_a_file_that_is_none(run, folder):
+    code, _, err = run("chat", "-m", folder, "--no-save", "-q", "-n", "4", stdin="/file /dev/zero")
+    assert code == 1
+    assert "no regular file" in err

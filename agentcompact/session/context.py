@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from agentcompact.cache import CompactedCache
 from agentcompact.engines import Engine, Progress
 from agentcompact.errors import CacheError
+from agentcompact.session.control_text import ControlText
 from agentcompact.session.messages import Message
 
 
@@ -85,6 +86,7 @@ class Context:
         self.cache = engine.new_cache() if cache is None else cache
         self.held = list(held)
         self.frozen = frozen
+        self._controls = ControlText(engine.control_strings())
 
     def fork(self) -> Context:
         """Return a context that shares what is held and goes its own way from here."""
@@ -107,7 +109,7 @@ class Context:
                 rest = after_reply(item)
                 if rest is None:
                     break
-                closing, closed = [*held.unread, *self._encode(rest, item.message)], item
+                closing, closed = [*held.unread, *self._encode(rest)], item
             elif held.piece != item.piece:
                 if held.stop > self.compacted_until:
                     break
@@ -175,23 +177,19 @@ class Context:
         """Return the tokens of a message's piece; those of a generated reply as they were generated."""
         rest = None if item.reply is None else after_reply(item)
         if item.reply is None or rest is None:
-            return self._encode(item.piece, item.message)
+            return self._encode(item.piece)
         return [
             *self.template_ids(item.reply.begun),
             *item.reply.token_ids,
-            *self._encode(rest, item.message),
+            *self._encode(rest),
         ]
 
-    def _encode(self, piece: str, message: Message) -> list[int]:
-        """Encode a piece; control tokens are those of the template, never those that a message's content spells."""
-        contents = [text for text in (message.content, message.content.strip()) if text]
-        if not any(control in message.content for control in self.engine.control_strings()):
-            return self.template_ids(piece)
-        for content in contents:
-            before, found, after = piece.partition(content)
-            if found:
-                return [*self.template_ids(before), *self.engine.encode(content), *self.template_ids(after)]
-        return self.engine.encode(piece) if piece else []
+    def _encode(self, piece: str) -> list[int]:
+        """Encode a piece; control tokens are those of the template, never those that somebody spelt in a message."""
+        ids: list[int] = []
+        for text, spelt in self._controls.parts(piece):
+            ids += self.engine.encode(text) if spelt else self.template_ids(text)
+        return ids
 
     def _beginning(self) -> list[int]:
         return [] if self.engine.has_chat_template else self.engine.beginning()

@@ -12,7 +12,7 @@ import sqlite3
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -118,11 +118,12 @@ def read_events(folder: Path) -> list[Event]:
     path = folder / DATABASE
     if not path.is_file():
         raise DocumentError(f"there is no session {folder.name}")
-    database = _connected(path)
     try:
+        database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    except sqlite3.Error as error:
+        raise DocumentError(f"{path} cannot be read: {error}") from error
+    with closing(database):
         return list(_rows(database))
-    finally:
-        database.close()
 
 
 def holder_of(folder: Path) -> int | None:

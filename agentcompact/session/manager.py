@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from agentcompact.cache import CompactedCache, PromptFormat
 from agentcompact.engines import Engine, Progress
-from agentcompact.errors import AgentCompactError, CacheError, ContextLengthError, DocumentError, InputError
+from agentcompact.errors import AgentCompactError, CacheError, ContextLengthError, DocumentError, InputError, WriteError
 from agentcompact.session.compaction import CompactionReport, compact_conversation, context_after
 from agentcompact.session.context import BehindSpanError, Context, HeldMessage, Item, Reading
 from agentcompact.session.journal import Journal
@@ -64,6 +64,8 @@ class MemoryManager:
         self.notes: list[str] = []
         """What a person should know of the last reply's memory work."""
         self.context = self._restored(state.latest)
+        if state.was_undone:
+            self._pause("the last compaction was undone", until_full=True)
 
     @property
     def cache(self) -> CompactedCache:
@@ -261,15 +263,24 @@ class MemoryManager:
         if not done.report.entries_after < done.report.entries_before:
             raise CacheError(f"{done.report.strategy} made nothing smaller: nothing was changed")
         context = context_after(self.engine, done, held, frozen)
-        keeps = self.policy.snapshot_bytes > 0
-        old = Snapshot(self.journal.save(before) if keeps else "", held, frozen)
-        new = Snapshot(self.journal.save(context.cache) if keeps else "", tuple(context.held), context.frozen)
+        old = Snapshot(self._kept(before, done.report), held, frozen)
+        new = Snapshot(self._kept(context.cache, done.report), tuple(context.held), context.frozen)
         self.record("compacted", report=done.report.model_dump(mode="json"), before=old.to_json(), after=new.to_json())
         self.context = context
         self.journal.prune(self.policy.snapshot_bytes, {old.name, new.name})
         if self.after_compaction is not None:
             self.after_compaction(done.report)
         return done.report
+
+    def _kept(self, cache: CompactedCache, report: CompactionReport) -> str:
+        """Write a snapshot and return its name; "" where none is wanted, or it cannot be written, which is said."""
+        if not self.policy.snapshot_bytes:
+            return ""
+        try:
+            return self.journal.save(cache)
+        except WriteError as error:  # a full disk must not end a conversation
+            report.warnings.append(f"no snapshot was kept, so this cannot be undone: {error}")
+            return ""
 
     def undo(self) -> CompactionReport:
         """Restore the cache before the last compaction, without reading anything; return that compaction's report.
@@ -283,7 +294,7 @@ class MemoryManager:
         if not self.journal.has(last.before.name):
             raise InputError("the snapshot before the last compaction is gone: raise snapshot_bytes to keep more")
         context = self._restored(last.before, strict=True)
-        self.record("undone")
+        self.record("undone", by="person")
         self.context = context
         self._pause("the last compaction was undone", until_full=True)
         return last.report

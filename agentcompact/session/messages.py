@@ -95,6 +95,16 @@ def round_start(messages: Sequence[Message], index: int) -> int:
     return start if start != index and messages[start].role == "assistant" else index
 
 
+def round_of(messages: Sequence[Message], index: int) -> range:
+    """Return the tool-call round that a message belongs to: call and results, or the message alone."""
+    start = round_start(messages, index)
+    end = index + 1
+    if messages[start].tool_calls:
+        while end < len(messages) and messages[end].role == "tool":
+            end += 1
+    return range(start, end)
+
+
 def has_open_call(messages: Sequence[Message]) -> bool:
     """Whether the last round still waits for the result of a call."""
     end = len(messages)

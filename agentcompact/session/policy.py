@@ -104,6 +104,9 @@ class SessionPolicy(BaseModel):
             raise ValueError(f"max_ratio {self.max_ratio:g} is below the ratio {self.ratio:g}")
         if not self.trigger or not self.keep:
             raise ValueError("trigger and keep need at least one bound each")
+        for kind, size in self.trigger:
+            if kind == "fraction" and size <= self.margin:
+                raise ValueError(f"the trigger of {size:.0%} must be above the margin of {self.margin:.0%}")
         return self
 
     def window_of(self, longest: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from agentcompact.cache import PromptFormat
 from agentcompact.errors import InputError
+from agentcompact.session.control_text import ControlText
 from agentcompact.session.messages import Message, ToolCall
 
 ChatRenderer = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]] | None, bool], str]
@@ -43,8 +44,16 @@ class Rendered:
 class ConversationTemplate:
     """Renders conversations by a model's chat template, or as plain paragraphs where it has none."""
 
-    def __init__(self, chat: ChatRenderer | None, tools: Sequence[dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        chat: ChatRenderer | None,
+        tools: Sequence[dict[str, Any]] | None = None,
+        controls: frozenset[str] = frozenset(),
+    ) -> None:
+        """controls: the model's control strings, which messages may spell without meaning them."""
         self._chat = chat
+        self._controls = ControlText(controls)
+        self._known: tuple[list[Message], list[str]] = ([], [])
         self.tools = list(tools or ())
         self.takes_system = self._shows([_probe("system"), _probe("user", "a")], _PROBE)
         self.takes_tool_results = self._shows(_TOOL_ROUND, _PROBE) and self._shows(_TOOL_ROUND, "probe_call")
@@ -71,18 +80,37 @@ class ConversationTemplate:
         """Return the pieces of all messages and what begins a reply. Raises InputError where it cannot be rendered."""
         if not messages:  # templates refuse that
             return Rendered([], "")
+        messages = [self._controls.hidden(message) for message in messages]
         whole = self._text(messages, reply=False)
         asked = self._text(messages, reply=True)
         if not asked.startswith(whole):  # a template that changes its last message when a reply is to come
             whole, reply = asked, ""
         else:
             reply = asked[len(whole) :]
-        pieces, done = [], 0
-        for count in range(1, len(messages) + 1):
+        pieces = self._pieces_as_before(messages, whole)
+        done = sum(map(len, pieces))
+        for count in range(len(pieces) + 1, len(messages) + 1):
             end = len(whole) if count == len(messages) else self._boundary(messages, count, whole, done)
             pieces.append(whole[done:end])
             done = end
-        return Rendered(pieces, reply)
+        self._known = (messages, pieces)
+        return Rendered(list(pieces), reply)
+
+    def _pieces_as_before(self, messages: Sequence[Message], whole: str) -> list[str]:
+        """Return the pieces of the messages that were rendered before and are written alike now.
+
+        Finding a piece's end renders everything before it, so a long conversation would cost a square.
+        """
+        pieces: list[str] = []
+        done = 0
+        for message, known, piece in zip(messages[:-1], *self._known, strict=False):
+            if message != known or not whole.startswith(piece, done):
+                break
+            pieces.append(piece)
+            done += len(piece)
+        while pieces and pieces[-1] == "":  # its text is in the next message's piece
+            pieces.pop()
+        return pieces
 
     def ending(self) -> str:
         """Return what is written behind the content of an assistant's message."""

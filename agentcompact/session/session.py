@@ -18,7 +18,7 @@ from agentcompact.session.compaction import CompactionReport
 from agentcompact.session.context import Item, ReplyTokens
 from agentcompact.session.journal import Journal
 from agentcompact.session.manager import AfterCompaction, BeforeCompaction, MemoryManager
-from agentcompact.session.messages import Message, as_message, has_open_call
+from agentcompact.session.messages import Message, as_message, has_open_call, round_of
 from agentcompact.session.planning import reply_room
 from agentcompact.session.policy import SMALLEST_REPLY, SessionPolicy
 from agentcompact.session.rendering import ConversationTemplate
@@ -89,7 +89,7 @@ class Session:
         self.check_strategy(self.policy)
         self.sampling = sampling or SamplingSettings(max_new_tokens=512)
         chat = self._render if self.engine.has_chat_template else None
-        self.template = ConversationTemplate(chat, tools)
+        self.template = ConversationTemplate(chat, tools, self.engine.control_strings())
         self._ending = self.template.ending()
         self.journal = Journal(None if folder is None else Path(folder))
         try:
@@ -165,16 +165,27 @@ class Session:
         interrupt while it writes keeps what was written. Raises InputError where it is not the model's turn,
         ContextLengthError where the conversation cannot be made to fit.
         """
-        messages = self.memory.state.messages
+        return self._reply(len(self.messages), on_text, progress, read_message, max_new_tokens)
+
+    def _reply(
+        self,
+        count: int,
+        on_text: OnText | None,
+        progress: Progress | None,
+        read_message: Callable[[str], Message] | None = None,
+        max_new_tokens: int | None = None,
+    ) -> Reply:
+        """Answer the first `count` messages; what came after them is replaced when the reply is there."""
+        messages = self.memory.state.messages[:count]
         if not messages or messages[-1].role == "assistant" or has_open_call(messages):
             raise InputError("it is not the model's turn: add a message first")
         begun_at = time.perf_counter()
-        items, begun = self._items()
+        items, begun = self._items(count)
         begin_ids = self.memory.context.template_ids(begun)
         wanted = max_new_tokens or self.sampling.max_new_tokens
         read, reports = self.memory.read(items, len(begin_ids), wanted, progress)
         room = reply_room(self.memory.window, self.cache.held_positions, len(begin_ids), wanted)
-        made = self._decode(begun, begin_ids, max(room, 1), on_text, read_message)
+        made = self._decode(count, begun, begin_ids, max(room, 1), on_text, read_message)
         made.prefilled, made.compactions = read + len(begin_ids), reports
         made.notes += self.memory.notes
         if room < min(wanted, SMALLEST_REPLY):
@@ -186,8 +197,8 @@ class Session:
         """Replace the content of message `number` (from 1) and forget what was said after it."""
         message = self._message(number)
         _check_text(content)
-        self.memory.record("truncated", count=number - 1)
-        self.memory.record("message", message=message.model_copy(update={"content": content}).model_dump(mode="json"))
+        edited = message.model_copy(update={"content": content})
+        self.memory.record("replaced", count=number - 1, message=edited.model_dump(mode="json"))
 
     def delete_from(self, number: int) -> None:
         """Forget message `number` (from 1) and everything after it."""
@@ -195,10 +206,11 @@ class Session:
         self.memory.record("truncated", count=number - 1)
 
     def regenerate(self, on_text: OnText | None = None, progress: Progress | None = None) -> Reply:
-        """Forget the last reply and let the model answer again."""
-        if self.messages and self.messages[-1].role == "assistant":
-            self.delete_from(len(self.messages))
-        return self.reply(on_text, progress)
+        """Let the model answer again; the last reply stays until the new one is there."""
+        count = len(self.messages)
+        if count and self.messages[-1].role == "assistant":
+            count -= 1
+        return self._reply(count, on_text, progress)
 
     def clear(self) -> None:
         """Begin anew behind the system message; the journal keeps what was."""
@@ -209,14 +221,17 @@ class Session:
     def pin(self, number: int) -> bool:
         """Pin message `number` (from 1), so that it is never compacted, or unpin it; return whether it is pinned now.
 
-        Raises InputError where it is compacted already: what was lost of it cannot be pinned.
+        A tool call and its results are pinned together. Raises InputError where it is compacted already: what was lost
+        of it cannot be pinned.
         """
         self._message(number)
         index, state = number - 1, self.memory.state
         pinned = index not in state.pinned
-        if pinned and self.message_table()[index].state == "compacted":
+        table, indices = self.message_table(), round_of(state.messages, index)
+        if pinned and any(table[each].state == "compacted" for each in indices):
             raise InputError(f"message {number} is compacted already: /undo first, or say it again and pin that")
-        self.memory.record("pinned", index=index, pinned=pinned)
+        for each in indices:
+            self.memory.record("pinned", index=each, pinned=pinned)
         return pinned
 
     # Memory
@@ -284,6 +299,7 @@ class Session:
 
     def _decode(
         self,
+        count: int,
         begun: str,
         begin_ids: list[int],
         room: int,
@@ -334,7 +350,10 @@ class Session:
             reply = ReplyTokens(begun, tuple(ids[:kept]))
             context.hold_reply(message, start, reply)
             data["reply"] = {"begun": begun, "token_ids": list(reply.token_ids)}
-        self.memory.record("message", **data)
+        if count < len(self.memory.state.messages):
+            self.memory.record("replaced", count=count, **data)
+        else:
+            self.memory.record("message", **data)
         return Reply(message, reason, decoded=len(ids))
 
     def _without_stop(self, ids: Sequence[int], text: str) -> int | None:
@@ -345,14 +364,15 @@ class Session:
                 return count
         return None
 
-    def _items(self) -> tuple[list[Item], str]:
-        """Return the messages with their pieces of the template's text, and what begins the next reply."""
+    def _items(self, count: int | None = None) -> tuple[list[Item], str]:
+        """Return the (first) messages with their pieces of the template's text, and what begins the next reply."""
         state = self.memory.state
-        rendered = self.template.render(state.messages)
+        messages = state.messages[:count]
+        rendered = self.template.render(messages)
         ending = self._ending
         items = [
             Item(message, piece, state.replies.get(index), ending)
-            for index, (message, piece) in enumerate(zip(state.messages, rendered.pieces, strict=True))
+            for index, (message, piece) in enumerate(zip(messages, rendered.pieces, strict=True))
         ]
         return items, rendered.reply
 

@@ -32,7 +32,7 @@ class Snapshot:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Snapshot:
         held = tuple(HeldMessage(**{**each, "unread": tuple(each["unread"])}) for each in data["held"])
-        return cls(data["name"], held, data["frozen"])
+        return cls(str(data["name"]), held, int(data["frozen"]))
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,21 @@ class SessionState:
     compactions: list[Compaction] = field(default_factory=list)
     reports: list[CompactionReport] = field(default_factory=list)
     latest: Snapshot | None = None
+    was_undone: bool = False
+    """Whether the last thing that a person did to the memory was to undo a compaction."""
 
     def apply(self, kind: str, data: dict[str, Any]) -> None:
         """Carry out one event of the journal."""
         if kind == "created":
             self.created = data
         elif kind == "message":
-            if data.get("reply"):
-                self.replies[len(self.messages)] = ReplyTokens(
-                    data["reply"]["begun"], tuple(data["reply"]["token_ids"])
-                )
-            self.messages.append(Message.model_validate(data["message"]))
+            self._append(data)
+        elif kind == "replaced":
+            pinned = data["count"] in self.pinned
+            self._truncate(data["count"])
+            self._append(data)
+            if pinned:
+                self.pinned.add(data["count"])
         elif kind == "truncated":
             self._truncate(data["count"])
         elif kind == "pinned":
@@ -77,16 +81,27 @@ class SessionState:
             self.compactions.append(Compaction(report, Snapshot.from_json(data["before"])))
             self.reports.append(report)
             self.latest = Snapshot.from_json(data["after"])
+            self.was_undone = False
         elif kind == "undone":
             self.latest = self.compactions.pop().before
+            self.was_undone = data.get("by") == "person"
         elif kind == "saved":
             self.latest = Snapshot.from_json(data["snapshot"])
         elif kind == "cleared":
             self._truncate(data["count"])
             self.compactions.clear()
-            self.latest = None
+            self.latest, self.was_undone = None, False
+
+    def _append(self, data: dict[str, Any]) -> None:
+        message = Message.model_validate(data["message"])
+        if data.get("reply"):
+            begun, ids = data["reply"]["begun"], data["reply"]["token_ids"]
+            self.replies[len(self.messages)] = ReplyTokens(str(begun), tuple(map(int, ids)))
+        self.messages.append(message)
 
     def _truncate(self, count: int) -> None:
+        if not 0 <= count <= len(self.messages):
+            raise ValueError(f"there are {len(self.messages)} messages, not {count}")
         del self.messages[count:]
         self.replies = {index: reply for index, reply in self.replies.items() if index < count}
         self.pinned = {index for index in self.pinned if index < count}
@@ -98,7 +113,7 @@ def replay(events: Iterable[Event]) -> SessionState:
     for event in events:
         try:
             state.apply(event.kind, event.data)
-        except (AttributeError, KeyError, TypeError, IndexError, ValidationError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, ValidationError) as error:
             raise DocumentError(f"event {event.number} of the session's journal cannot be read: {error}") from error
     return state
 

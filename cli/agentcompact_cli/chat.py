@@ -96,7 +96,7 @@ def command(
             _greet(chat.name, loaded, len(chat.session.messages), no_save)
             code = chat.run(typed_lines(chat, _history_file()))
         else:
-            code = chat.run(piped_lines())
+            code = chat.run(piped_lines(chat))
     finally:
         chat.session.close()
     if code:

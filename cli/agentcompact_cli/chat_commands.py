@@ -76,6 +76,8 @@ def file(chat: Chat, rest: str) -> None:
     if not rest:
         raise InputError("name a file: /file notes.txt")
     path = Path(rest.strip("'\"")).expanduser()
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is no regular file")
     text = read_document(path)
     chat.attached.append(f"{path.name}:\n{text.strip()}")
     count = len(chat.session.engine.encode(text))

@@ -39,12 +39,16 @@ class Chat:
         self.attached: list[str] = []
         """Documents that go along with the next message."""
         self._warned = False
+        self.failed = False
+        """Whether some line could not be carried out."""
 
     def open(self, name: str, *, must_exist: bool) -> None:
         """Go on with another session; this one stays open where that cannot be opened."""
         other = self._open(name, must_exist)
-        self.session.close()
-        self.session, self.name = other, name
+        try:
+            self.session.close()
+        finally:  # closed it is, also where its last state could not be saved
+            self.session, self.name = other, name
 
     def say(self, text: str) -> None:
         """Tell the person something that is no reply."""
@@ -52,15 +56,14 @@ class Chat:
 
     def run(self, lines: Iterator[str]) -> int:
         """Take lines until they end or /quit; return the exit code: 1 where a line failed and nobody was there."""
-        failed = False
         for line in lines:
             if not line.strip():
                 continue
             try:
-                failed |= not self.take(line)
+                self.failed |= not self.take(line)
             except Quit:
                 break
-        return int(failed and not sys.stdin.isatty())
+        return int(self.failed and not sys.stdin.isatty())
 
     def take(self, line: str) -> bool:
         """Run a command or send a message; return whether that went well."""
@@ -155,12 +158,19 @@ def _lazily(stack: ExitStack, quiet: bool) -> Progress:
     return tell
 
 
-def piped_lines() -> Iterator[str]:
-    """Give the lines of standard input; each is a message."""
+def piped_lines(chat: Chat) -> Iterator[str]:
+    """Give the lines of standard input; each is a message. One that is no text is left out, and said."""
+    from agentcompact.errors import DocumentError
     from agentcompact_cli.options import decode_text
 
-    for line in sys.stdin.buffer:
-        yield decode_text(line, "standard input").rstrip("\r\n")
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        try:
+            text = decode_text(line, f"line {number}")
+        except DocumentError as error:
+            click.echo(f"agentcompact: {error}", err=True)
+            chat.failed = True
+            continue
+        yield text.rstrip("\r\n")
 
 
 def typed_lines(chat: Chat, history: Path) -> Iterator[str]:

@@ -101,7 +101,7 @@ class SharedModel:
         key = json.dumps(list(tools), sort_keys=True)
         if key not in self._templates:
             chat = self._render if self.engine.has_chat_template else None
-            self._templates[key] = ConversationTemplate(chat, tools)
+            self._templates[key] = ConversationTemplate(chat, tools, self.engine.control_strings())
         self._templates.move_to_end(key)
         while len(self._templates) > TEMPLATES_KEPT:
             self._templates.popitem(last=False)
