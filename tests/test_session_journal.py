@@ -181,8 +181,7 @@ def test_nothing_is_ever_changed_or_deleted(engine, tmp_path):
         "created",
         "message",
         "message",
-        "truncated",
-        "message",
+        "replaced",
         "message",
         "cleared",
     ]

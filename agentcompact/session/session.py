@@ -11,7 +11,6 @@ from typing import Any
 from agentcompact.api import as_engine, library_version
 from agentcompact.cache import CompactedCache
 from agentcompact.engines import Engine, Progress
-from agentcompact.engines.text_stream import TextStream
 from agentcompact.errors import InputError
 from agentcompact.models import LoadedModel
 from agentcompact.session.compaction import CompactionReport
@@ -22,13 +21,11 @@ from agentcompact.session.messages import Message, as_message, has_open_call, ro
 from agentcompact.session.planning import reply_room
 from agentcompact.session.policy import SMALLEST_REPLY, SessionPolicy
 from agentcompact.session.rendering import ConversationTemplate
+from agentcompact.session.replying import OnText, decode_reply
 from agentcompact.session.state import replay
 from agentcompact.session.status import MessageStatus, SessionStatus, by_kind, message_table
 from agentcompact.settings import SamplingSettings
 from agentcompact.strategies import make_strategy
-
-OnText = Callable[[str], None]
-"""Called with each new piece of a reply's text."""
 
 
 @dataclass
@@ -308,61 +305,19 @@ class Session:
     ) -> Reply:
         """Decode a reply behind the cache and take note of it."""
         context, start = self.memory.context, self.cache.next_position
-        prompt = begin_ids
-        if not prompt:  # a template that begins no reply: its last token is read once more for its logits
-            prompt = [self.cache.token_ids[-1]]
-            self.cache.truncate(start - 1)
         stops = (*self.sampling.stop, *self.template.stop)
-        stream, ids = TextStream(self.engine.decode_text, stops), []
-
-        def on_token(_: int, token: int) -> None:
-            ids.append(token)
-            piece = stream.add(token)
-            if piece and on_text is not None:
-                on_text(piece)
-
-        windows = self.cache.windows()
-        try:
-            sampling = self.sampling.model_copy(update={"max_new_tokens": room, "stop": stops})
-            try:
-                (made,) = self.engine.decode(self.cache, [prompt], sampling, on_token)
-                text, ids, reason = made.text, made.token_ids, made.finish_reason
-            except KeyboardInterrupt:
-                if not ids:
-                    raise
-                text, reason = self.engine.decode_text(ids), "interrupted"
-            rest = stream.finish(text)
-            if rest and on_text is not None:
-                on_text(rest)
-            text = text.strip()
-            message = Message(role="assistant", content=text) if read_message is None else read_message(text)
-        except BaseException:  # what a callback raises, too: a reply that nobody takes note of is not held either
-            self.cache.restore_windows(windows)
-            self.cache.roll_back(start)
-            self.cache.reserve(0)
-            raise
-        kept = self._without_stop(ids, text) if reason == "stop" else len(ids)
-        data: dict[str, Any] = {"message": message.model_dump(mode="json")}
-        if kept is None:
-            context.cache.truncate(start)
-        else:
-            context.cache.truncate(min(context.cache.next_position, start + len(begin_ids) + kept))
-            reply = ReplyTokens(begun, tuple(ids[:kept]))
-            context.hold_reply(message, start, reply)
+        sampling = self.sampling.model_copy(update={"max_new_tokens": room, "stop": stops})
+        made = decode_reply(self.engine, self.cache, begin_ids, sampling, on_text, read_message)
+        data: dict[str, Any] = {"message": made.message.model_dump(mode="json")}
+        if made.token_ids is not None:
+            reply = ReplyTokens(begun, tuple(made.token_ids))
+            context.hold_reply(made.message, start, reply)
             data["reply"] = {"begun": begun, "token_ids": list(reply.token_ids)}
         if count < len(self.memory.state.messages):
             self.memory.record("replaced", count=count, **data)
         else:
             self.memory.record("message", **data)
-        return Reply(message, reason, decoded=len(ids))
-
-    def _without_stop(self, ids: Sequence[int], text: str) -> int | None:
-        """Return how many tokens make up the text before a stop string; None where it ends inside a token."""
-        wanted = text.strip()
-        for count in range(len(ids), -1, -1):
-            if self.engine.decode_text(ids[:count]).strip() == wanted:
-                return count
-        return None
+        return Reply(made.message, made.finish_reason, decoded=made.decoded)
 
     def _items(self, count: int | None = None) -> tuple[list[Item], str]:
         """Return the (first) messages with their pieces of the template's text, and what begins the next reply."""
