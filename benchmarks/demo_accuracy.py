@@ -20,6 +20,7 @@ ROWS = [
     ("two_pass", {}, [4, 8]),
     ("two_pass", THOROUGH, [4, 8]),
     ("high_attn", {}, [4, 8]),
+    ("kvzip", {}, [4, 8]),
     ("attention_matching", {}, [4, 8]),
 ]
 
