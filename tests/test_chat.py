@@ -220,7 +220,7 @@ def test_in_a_terminal(folder, tmp_path):
 
     terminal.type("/strategy omp omp=exact")  # slow enough to be stopped
     terminal.until("strategy omp")
-    (tmp_path / "long.txt").write_text("What the keeper saw that night. " * 60)
+    (tmp_path / "long.txt").write_text("What the keeper saw that night. " * 240)
     terminal.type(f"/file {tmp_path / 'long.txt'}")
     terminal.until("goes along")
     terminal.type("Read it.")
