@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,26 @@ def smollm2():
 @pytest.fixture
 def document() -> str:
     return (EXAMPLES / "harbour_audit.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Run `agentcompact ARGS` in this process and a folder of its own; return (exit code, stdout, stderr)."""
+    from agentcompact_cli import main as command
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AGENTCOMPACT_SESSIONS_DIR", str(tmp_path / "sessions"))
+
+    def call(*args, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["agentcompact", *map(str, args)])
+        if stdin is not None:
+            data = stdin if isinstance(stdin, bytes) else stdin.encode()
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        code = command._run()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
 
 
 @pytest.fixture

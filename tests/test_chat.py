@@ -11,8 +11,6 @@ import pexpect
 import pytest
 from tiny import chat_model
 
-from agentcompact_cli import main as command
-
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
@@ -21,24 +19,6 @@ def folder(tmp_path_factory):
     model.causal_lm.save_pretrained(path)
     model.tokenizer.save_pretrained(path)
     return str(path)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run `agentcompact ARGS` in a folder of its own; return (exit code, stdout, stderr)."""
-    import io
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AGENTCOMPACT_SESSIONS_DIR", str(tmp_path / "sessions"))
-
-    def call(*args, stdin=""):
-        monkeypatch.setattr(sys, "argv", ["agentcompact", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        code = command._run()
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def test_piped_lines_are_messages_and_commands(run, folder):
@@ -252,16 +232,12 @@ def test_in_a_terminal(folder, tmp_path):
     assert again.process.exitstatus == 0
 
 
-def test_a_line_that_is_no_text_is_left_out(monkeypatch, capsys, folder, tmp_path):
-    import io
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["agentcompact", "chat", "-m", folder, "--no-save", "-q", "-n", "4", "--json"])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n\xff bad\nAgain\n")))
-    assert command._run() == 1
-    captured = capsys.readouterr()
-    assert captured.out.count('"reply"') == 2
-    assert "line 2 is not UTF-8" in captured.err
+def test_a_line_that_is_no_text_is_left_out(run, folder):
+    options = ("--no-save", "-q", "-n", "4", "--json")
+    code, out, err = run("chat", "-m", folder, *options, stdin=b"Hello\n\xff bad\nAgain\n")
+    assert code == 1
+    assert out.count('"reply"') == 2
+    assert "line 2 is not UTF-8" in err
 
 
 def test_a_file_that_is_none(run, folder):

@@ -15,8 +15,6 @@ import time
 import pytest
 from tiny import tiny_model, tiny_text
 
-from agentcompact_cli import main as command
-
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
@@ -25,26 +23,6 @@ def folder(tmp_path_factory):
     model.causal_lm.save_pretrained(path)
     model.tokenizer.save_pretrained(path)
     return str(path)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run `agentcompact ARGS` in a folder of its own; return (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*args, stdin=None):
-        import io
-
-        monkeypatch.setattr(sys, "argv", ["agentcompact", *map(str, args)])
-        if stdin is not None:
-            monkeypatch.setattr(
-                sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin if isinstance(stdin, bytes) else stdin.encode()))
-            )
-        code = command._run()
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture
@@ -332,23 +310,6 @@ def test_closed_and_full_streams(run, book, folder, tmp_path):
         assert made.returncode == code, (line, made.stderr)
         assert "Traceback" not in made.stderr, line
         assert "Exception" not in made.stderr, line
-
-
-def test_a_stop_string_never_flashes_up():
-    from agentcompact_cli.ask import _Printer
-
-    class Letters:
-        def decode(self, ids, **_):
-            return "".join(map(chr, ids))
-
-    written = []
-    printer = _Printer(Letters(), ("\n\n", "END"), silent=False)
-    printer._write = lambda text: written.append(text)
-    for letter in "One ENTRY, then END":
-        printer(0, ord(letter))
-    assert written[-1] == "One ENTRY, then"  # what may begin a stop string waits until it does not
-    assert "One E" not in written
-    assert "One ENT" in written
 
 
 def test_damaged_and_foreign_cache_files(run, book, folder, tmp_path):

@@ -124,13 +124,19 @@ def test_an_edited_history_is_read_from_the_edit_on(name, model):
     assert model.invoke(foreign).content == fresh(name, foreign).content
 
 
-def test_an_edit_behind_a_compaction_goes_back_to_the_snapshot_before(name):
-    model = ChatAgentCompact(model=name, max_tokens=12, window=400, **SMALL)
+def until_compacted(model):
+    """Talk until something was compacted; return the messages, the next user's among them."""
     messages, compactions = [HumanMessage("Start.")], 0
     while compactions == 0:
         reply = model.invoke(messages)
         compactions = len(reply.response_metadata["agentcompact"]["compactions"])
         messages += [reply, HumanMessage("Tell me about the harbour, and then more about the harbour.")]
+    return messages
+
+
+def test_an_edit_behind_a_compaction_goes_back_to_the_snapshot_before(name):
+    model = ChatAgentCompact(model=name, max_tokens=12, window=400, **SMALL)
+    messages = until_compacted(model)
     edited = [*messages[:-5], HumanMessage("Something else.")]
     reply = model.invoke(edited)
     assert details(reply)["cache_read"] > details(reply)["cache_creation"]
@@ -142,11 +148,7 @@ def test_an_edit_behind_a_compaction_goes_back_to_the_snapshot_before(name):
 
 def test_branches_behind_a_compaction_share_its_entries(name):
     model = ChatAgentCompact(model=name, max_tokens=12, window=400, **SMALL)
-    messages, compactions = [HumanMessage("Start.")], 0
-    while compactions == 0:
-        reply = model.invoke(messages)
-        compactions = len(reply.response_metadata["agentcompact"]["compactions"])
-        messages += [reply, HumanMessage("Tell me about the harbour, and then more about the harbour.")]
+    messages = until_compacted(model)
     branches = [model.invoke([*messages[:-1], HumanMessage(text)]) for text in ("One?", "Two?", "Three?")]
     states = sorted(shared_model(name).pool.states, key=lambda state: state.used)[-2:]
     spans = [state.manager.cache.full_layers[0][1].span for state in states]

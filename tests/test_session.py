@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from tiny import DROPS_REASONING, NO_SYSTEM, TOOLS, chat_model
 
-from agentcompact import SamplingSettings, TransformersEngine
+from agentcompact import SamplingSettings, Span, Strategy, TransformersEngine
+from agentcompact.engines import question_ids
 from agentcompact.errors import AgentCompactError, ContextLengthError, InputError
 from agentcompact.session import FidelityError, Message, Session, SessionPolicy, ToolCall, VetoError
+from agentcompact.session.fidelity import ANSWER_TOKENS, PROMPTS, TAIL_TOKENS
 
 GREEDY = SamplingSettings(max_new_tokens=12)
 
@@ -408,6 +411,9 @@ def test_the_logical_position_never_reaches_the_limit(engine):
     made = session(engine, window=500)
     replies = talk(made, 40)
     assert made.memory.moved > 0
+    reports = [report for reply in replies for report in reply.compactions]
+    assert 0 < sum(report.moved for report in reports) <= made.memory.moved
+    assert reports[0].moved == 0
     assert made.cache.next_position <= 1024
     assert any("moved down" in note for reply in replies for note in reply.notes)
 
@@ -466,11 +472,78 @@ def test_callbacks(engine):
     assert not vetoed.cache.is_compacted
 
 
-def test_fidelity_is_perfect_where_nothing_is_lost(engine):
+def test_what_makes_nothing_smaller_is_refused_or_another_strategy_steps_in(engine):
     made = session(engine, strategy="none", ratio=2.0)
     talk(made, 5)
-    with pytest.raises(AgentCompactError, match="smaller"):
+    with pytest.raises(AgentCompactError, match="nothing smaller"):
         made.compact()
+    assert not made.cache.is_compacted
+    made.configure(second_strategy="streaming_llm")
+    report = made.compact()
+    assert report.strategy == "streaming_llm"
+    assert "nothing smaller" in report.attempts[0]
+
+
+class Greedy(Strategy):
+    """Keeps three quarters of what there is, whatever the budget."""
+
+    name = "greedy_for_the_test"
+    summary = "keeps too much"
+
+    def compact_spans(self, request, spans, phases, report):
+        return [
+            Span.from_heads([tuple(part[: len(part) * 3 // 4] for part in head) for head in span]) for span in spans
+        ]
+
+
+def test_a_second_strategy_steps_in_where_the_first_frees_too_little(engine, monkeypatch):
+    from agentcompact.session import compaction
+
+    known = compaction.make_strategy
+    monkeypatch.setattr(compaction, "make_strategy", lambda name, **s: Greedy() if name == "none" else known(name, **s))
+    alone = session(engine, strategy="none", window=500)
+    reports = [report for reply in talk(alone, 8) for report in reply.compactions]
+    assert reports[0].strategy == Greedy.name
+    assert reports[0].held_after > 0.7 * 500 - 100  # kept, since no other way does better
+    helped = session(engine, strategy="none", second_strategy="streaming_llm", window=500)
+    reports = [report for reply in talk(helped, 8) for report in reply.compactions]
+    assert reports[0].strategy == "streaming_llm"
+    assert "are wanted" in reports[0].attempts[0]
+
+
+def test_fidelity_is_the_divergence_of_the_next_tokens(engine):
+    """Against a slow reading: the tail behind each cache, and the old cache's own answers to the two questions."""
+    made = session(engine, ratio=8.0)
+    talk(made, 5)
+    before = made.cache.fork()
+    report = made.compact()
+    after, border = made.cache, made.cache.span_tokens
+    read = made.memory.context.held[-1].stop
+    tail = after.token_ids[border:read]
+    pairs = []
+    for cache in (before, after):
+        fork = cache.fork()
+        fork.truncate(border)
+        rows = [engine.next_token_logits(fork, [token])[0] for token in tail[:TAIL_TOKENS]]
+        pairs.append(rows)
+    closed = before.fork()
+    engine.prefill(after.token_ids[closed.next_position :], closed)  # the compaction read the reply's end first
+    for prompt in PROMPTS:
+        ids = question_ids(engine, closed.metadata.prompt, prompt)
+        (answer,) = engine.decode(closed.fork(batch_size=1), [ids], SamplingSettings(max_new_tokens=ANSWER_TOKENS))
+        for rows, cache in zip(pairs, (closed, after), strict=True):
+            fork = cache.fork()
+            engine.prefill(ids[:-1], fork)
+            rows += [engine.next_token_logits(fork, [t])[0] for t in [ids[-1], *answer.token_ids[:-1]]]
+    divergences = [
+        sum(float(p) * (math.log(p) - float(q)) for p, q in zip(a.softmax(0).tolist(), b.log_softmax(0), strict=True))
+        for a, b in zip(*pairs, strict=True)
+    ]
+    same = [int(a.argmax() == b.argmax()) for a, b in zip(*pairs, strict=True)]
+    assert report.fidelity.tokens == len(same)
+    assert report.fidelity.kl == pytest.approx(sum(divergences) / len(same), rel=1e-3)
+    assert report.fidelity.top1 == pytest.approx(sum(same) / len(same))
+    assert report.probe_tokens > 0
 
 
 def test_the_model_must_be_the_same(engine, tmp_path):

@@ -135,7 +135,7 @@ def test_a_callback_that_raises_leaves_no_half_reply_behind(kind, callback):
 
 def test_a_ratio_beyond_the_highest_is_one_short_line(engine):
     with pytest.raises(SettingsError) as caught:
-        opened(engine).configure(ratio=100.0)
+        opened(engine).configure(ratio=100, max_ratio=64.0)
     assert str(caught.value) == "session: Value error, max_ratio 64 is below the ratio 100"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sqlite3
 import time
 
 import pytest
@@ -192,8 +191,6 @@ def test_a_damaged_journal_is_said(tmp_path, root):
     (tmp_path / "bad" / "session.db").write_bytes(b"no database at all" * 100)
     with pytest.raises(DocumentError, match="journal"):
         session_info("bad")
-    database = sqlite3.connect(tmp_path / "odd.db")
-    database.close()
 
 
 def test_the_store(engine, root):

@@ -10,11 +10,11 @@ from agentcompact import CompactionRequest, TransformersEngine, make_strategy
 from agentcompact.engines.text_stream import TextStream
 from agentcompact.errors import CapabilityError, InputError, SettingsError
 from agentcompact.models import render_chat
-from agentcompact.session import Message, SessionPolicy, ToolCall, as_message, read_bound, read_policy
+from agentcompact.session import Message, Session, SessionPolicy, ToolCall, as_message, read_bound, read_policy
 from agentcompact.session.messages import has_open_call, round_start
 from agentcompact.session.planning import held_in
 from agentcompact.session.rendering import ConversationTemplate
-from agentcompact.session.repositioning import repositioned
+from agentcompact.session.repositioning import Piece, repositioned
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,6 @@ def test_policy_sources(tmp_path, monkeypatch):
         read_policy(tmp_path / "nothing.toml")
     with pytest.raises(SettingsError, match="did you mean 'ratio'"):
         read_policy(rato=3)
-    with pytest.raises(SettingsError, match="max_ratio"):
-        read_policy(ratio=100)
 
 
 def test_triggers():
@@ -176,7 +174,7 @@ def test_moved_keys_are_rotated_and_nothing_else(kind):
     engine = TransformersEngine(tiny_model(kind))
     cache = engine.prefill(tiny_tokens(100))
     cache = make_strategy("recent").compact(CompactionRequest(engine, cache, 10, start=5, stop=80)).cache
-    moved = repositioned(engine, cache, 5, 80, 20)
+    moved = repositioned(engine, cache, [Piece(5, 80, 20)])
     assert moved.next_position == 45
     assert moved.entries == cache.entries
     assert len(moved.token_ids) == 45
@@ -197,7 +195,7 @@ def test_moved_keys_are_rotated_and_nothing_else(kind):
     assert cache.next_position == 100
     engine.next_token_logits(moved, [4])
     with pytest.raises(CapabilityError, match="compacted span"):
-        repositioned(engine, cache, 5, 90, 20)
+        repositioned(engine, cache, [Piece(5, 90, 20)])
 
 
 def test_moving_everything_alike_changes_no_answer():
@@ -227,6 +225,24 @@ def test_held_in_counts_entries_by_position():
     assert parts[-1] == 20
 
 
-def test_control_strings_in_content_are_encoded_as_text():
+def test_the_environment_reaches_a_session_without_a_policy(monkeypatch):
+    monkeypatch.setenv("AGENTCOMPACT_SESSION_RATIO", "7")
     engine = TransformersEngine(chat_model())
-    assert {"<|im_start|>", "<|im_end|>"} <= engine.control_strings()
+    assert Session(engine).policy.ratio == 7
+    assert Session(engine, min_span=9).policy.ratio == 7
+    assert Session(engine, SessionPolicy(ratio=3)).policy.ratio == 3
+
+
+def test_the_highest_ratio_gives_way_to_a_higher_one():
+    assert SessionPolicy().highest_ratio == 64
+    assert SessionPolicy(ratio=100).highest_ratio == 100
+    with pytest.raises(SettingsError, match="below the ratio"):
+        read_policy(ratio=100, max_ratio=50)
+
+
+def test_a_stop_string_never_flashes_up():
+    stream = TextStream(lambda ids: "".join(map(chr, ids)), ("\n\n", "END"))
+    shown = [(stream.add(ord(letter)), stream.text)[1] for letter in "One ENTRY, then END"]
+    assert shown[-1] == "One ENTRY, then"  # what may begin a stop string waits until it does not
+    assert "One E" not in shown
+    assert "One ENT" in shown

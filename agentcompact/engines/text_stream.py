@@ -15,7 +15,6 @@ class TextStream:
         self._decode = decode
         self._stops = stops
         self._ids: list[int] = []
-        self._written = ""
         self.text = ""
         """Everything given out so far, without blanks before the first word."""
 
@@ -25,15 +24,11 @@ class TextStream:
         decoded = self._decode(self._ids)
         if decoded.endswith("\ufffd"):
             return ""
-        certain = decoded[: len(decoded) - self._unsure(decoded)].rstrip()
-        return self._out(certain)
+        return self._out(decoded[: len(decoded) - self._unsure(decoded)].strip())
 
     def finish(self, text: str) -> str:
         """Return what is missing of the final text."""
-        whole = text.strip()
-        piece = whole[len(self.text) :] if whole.startswith(self.text) else ""
-        self.text = whole
-        return piece
+        return self._out(text.strip())
 
     def _unsure(self, text: str) -> int:
         """Length of the longest end of the text that a stop string begins with."""
@@ -41,11 +36,7 @@ class TextStream:
         return max(lengths, default=0)
 
     def _out(self, certain: str) -> str:
-        if not certain.startswith(self._written):
+        if not certain.startswith(self.text):
             return ""
-        piece = certain[len(self._written) :]
-        self._written = certain
-        if not self.text:
-            piece = piece.lstrip()
-        self.text += piece
+        piece, self.text = certain[len(self.text) :], certain
         return piece

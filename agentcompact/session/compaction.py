@@ -23,8 +23,8 @@ class CompactionReport(BaseModel):
     """What one compaction of a conversation did, and how much the model noticed.
 
     tokens: logical tokens of what was compacted. held_before, held_after: held positions of the whole session. kept:
-    messages at the end that stayed as they are. prefilled and probe tokens are counted apart from the conversation's.
-    moved: by how many positions later keys were moved down, 0 where they stayed. attempts: what was tried before.
+    messages at the end that stayed as they are. Compaction and probe tokens are counted apart from the conversation's.
+    moved: by how many positions keys were moved down with it or since the last report. attempts: what was tried before.
     """
 
     strategy: str
@@ -70,7 +70,6 @@ class _Attempt:
 
     strategy: Strategy
     budgets: list[int]
-    why: str = ""
 
 
 @dataclass
@@ -93,17 +92,17 @@ def compact_conversation(
 ) -> Compacted:
     """Compact a plan's ranges and measure it; the given cache stays as it is.
 
-    most: held positions that the session may have afterwards. Where the strategy fails, or the fidelity falls short of
-    the policy's, other ways are tried: more entries, queries of a repeat pass, the policy's second strategy. Raises the
-    first failure, or FidelityError where nothing is faithful enough.
+    most: held positions that the session may have afterwards. Where the strategy fails, frees too little, or is less
+    faithful than the policy asks, other ways are tried: more entries, queries of a repeat pass, the policy's second
+    strategy. What freed too little is kept where no other way does better. Raises the first failure, or FidelityError
+    where nothing is faithful enough.
     """
     begun, counters = time.perf_counter(), engine.counters
     worked, probed = counters.compaction_tokens, counters.probe_tokens
     notes: list[str] = []
     failure: AgentCompactError | None = None
+    least: Compacted | None = None
     for attempt in _attempts(engine, cache, plan, policy, most):
-        if failure is None and attempt.why == "failed":
-            continue
         try:
             made = _carried_out(engine, cache, plan, attempt, policy, focus, progress)
         except AgentCompactError as error:
@@ -122,14 +121,20 @@ def compact_conversation(
         report.automatic, report.focus, report.seconds = automatic, focus or "", time.perf_counter() - begun
         report.compaction_tokens = counters.compaction_tokens - worked
         report.probe_tokens = counters.probe_tokens - probed
-        return Compacted(made.cache, report, made.moves, attempt.strategy.rewrites)
+        done = Compacted(made.cache, report, made.moves, attempt.strategy.rewrites)
+        if most is None or report.held_after <= most:
+            return done
+        notes.append(f"{_described(attempt)}: {report.held_after:,.0f} positions held, where {most:,.0f} are wanted")
+        least = done if least is None or report.held_after < least.report.held_after else least
+    if least is not None:
+        return least
     raise failure or CacheError("no compaction could be tried")
 
 
 def _attempts(
     engine: Engine, cache: CompactedCache, plan: CompactionPlan, policy: SessionPolicy, most: float | None
 ) -> list[_Attempt]:
-    """Return the ways to carry out a plan, in order; those marked "failed" only make sense after a failure."""
+    """Return the ways to carry out a plan, in the order in which they are tried until one will do."""
     first = make_strategy(policy.strategy, **policy.settings)
     ways = [_Attempt(first, plan.budgets)]
     if policy.min_fidelity is not None:
@@ -137,13 +142,13 @@ def _attempts(
         room = sum(plan.budgets) if most is None else most - (plan.held_before - sum(holding))
         wider = [min(2 * budget, int(held) - 1) for budget, held in zip(plan.budgets, holding, strict=True)]
         if sum(wider) > sum(plan.budgets) and (most is None or sum(wider) <= room) and min(wider) > 0:
-            ways.append(_Attempt(first, wider, "failed"))
+            ways.append(_Attempt(first, wider))
         queries = getattr(first.settings, "queries", None)
         if isinstance(queries, str) and "repeat_prefill" not in queries:
             better = make_strategy(policy.strategy, **{**policy.settings, "queries": "repeat_prefill"})
-            ways.append(_Attempt(better, plan.budgets, "failed"))
+            ways.append(_Attempt(better, plan.budgets))
     if policy.second_strategy is not None:
-        ways.append(_Attempt(make_strategy(policy.second_strategy), plan.budgets, "failed"))
+        ways.append(_Attempt(make_strategy(policy.second_strategy), plan.budgets))
     first.check_engine(engine)
     return ways
 
@@ -157,7 +162,7 @@ def _carried_out(
     focus: str | None,
     progress: Progress | None,
 ) -> _Made:
-    """Compact each range, those behind a rewritten one where they are by then."""
+    """Compact each range, those behind a rewritten one where they are by then. Raises CacheError for no gain."""
     made, shift = _Made(cache), 0
     for (start, stop), budget in zip(plan.ranges, attempt.budgets, strict=True):
         request = CompactionRequest(
@@ -175,6 +180,8 @@ def _carried_out(
         made.moves.append(((start, stop), (start + shift, stop + shift + grown)))
         made.cache, shift = result.cache, shift + grown
         made.reports.append(made.cache.metadata.reports.pop())
+    if not made.cache.entries < cache.entries:
+        raise CacheError("it made nothing smaller")
     made.cache.captured = None
     return made
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from agentcompact.cache import CompactedCache, PromptFormat
 from agentcompact.engines import Engine, Progress
-from agentcompact.errors import AgentCompactError, CacheError, ContextLengthError, DocumentError, InputError, WriteError
+from agentcompact.errors import AgentCompactError, ContextLengthError, InputError, WriteError
 from agentcompact.session.compaction import CompactionReport, compact_conversation, context_after
 from agentcompact.session.context import BehindSpanError, Context, HeldMessage, Item, Reading
 from agentcompact.session.journal import Journal
@@ -22,14 +22,13 @@ from agentcompact.session.planning import (
 )
 from agentcompact.session.policy import SessionPolicy
 from agentcompact.session.repositioning import moved_down
+from agentcompact.session.snapshots import described, keep_snapshot, load_snapshot
 from agentcompact.session.state import SessionState, Snapshot
 from agentcompact.session.steps import Step, next_step
 
 BeforeCompaction = Callable[[CompactionPlan], "str | bool | None"]
 """May return False to veto a compaction, or a text that it should focus on."""
 AfterCompaction = Callable[[CompactionReport], None]
-
-SMALLEST_BLOCK = 16
 
 
 class VetoError(AgentCompactError):
@@ -61,6 +60,7 @@ class MemoryManager:
         self._paused_at = 0.0
         self.moved = 0
         """By how many positions keys were moved down so far."""
+        self._moved_reported = 0
         self.notes: list[str] = []
         """What a person should know of the last reply's memory work."""
         self.context = self._restored(state.latest)
@@ -85,7 +85,7 @@ class MemoryManager:
         state = SessionState(self.state.created, list(self.state.messages), dict(self.state.replies))
         state.pinned, state.compactions = set(self.state.pinned), list(self.state.compactions)
         made = MemoryManager(self.engine, self.journal, state, self.policy, self.prompt)
-        made.context, made.moved = self.context.fork(), self.moved
+        made.context, made.moved, made._moved_reported = self.context.fork(), self.moved, self._moved_reported
         made.paused, made._paused_at = self.paused, self._paused_at
         return made
 
@@ -171,7 +171,7 @@ class MemoryManager:
     ) -> list[CompactionReport]:
         """Compact before reading where the trigger is reached, or the window would be passed."""
         pending = reading.tokens + begun
-        self._move_down(pending + reserve)
+        self.context = self._moved_down(self.context, pending + reserve)
         due, forced = self._pressed(items, pending, reserve)
         if due:
             self.paused = ""
@@ -187,7 +187,6 @@ class MemoryManager:
             if reading.tokens > self.window // 4:
                 return []  # a long message: it is read in blocks
             raise
-        self._move_down(pending + reserve)
         if self.cache.held_positions > pressure.most_after(self.policy):
             self._pause(f"the compaction freed {report.held_before - report.held_after:,.0f} positions only")
         return [report]
@@ -208,7 +207,7 @@ class MemoryManager:
             plan = self._plan(items, pressure)
         if isinstance(plan, str):
             raise ContextLengthError(f"the conversation cannot be compacted further: {plan}")
-        return self.compact(plan, automatic=True, most=pressure.most_after(self.policy), progress=progress)
+        return self.compact(plan, pressure=pressure, progress=progress)
 
     def _plan(self, items: Sequence[Item], pressure: Pressure, *, forced: bool = False) -> CompactionPlan | str:
         messages = [item.message for item in items]
@@ -242,11 +241,12 @@ class MemoryManager:
         plan: CompactionPlan,
         *,
         focus: str | None = None,
-        automatic: bool = False,
-        most: float | None = None,
+        pressure: Pressure | None = None,
         progress: Progress | None = None,
     ) -> CompactionReport:
         """Carry out a plan: the old state stays until the new one is complete and on disk.
+
+        pressure: what an automatic compaction makes room for; None where a person asked.
 
         Raises VetoError where the callback says no, and what `compact_conversation` raises.
         """
@@ -258,13 +258,19 @@ class MemoryManager:
         before, held, frozen = self.cache, tuple(self.context.held), self.context.frozen
         before.metadata.prompt = self.prompt
         done = compact_conversation(
-            self.engine, before, plan, self.policy, focus=focus, automatic=automatic, most=most, progress=progress
+            self.engine,
+            before,
+            plan,
+            self.policy,
+            focus=focus,
+            automatic=pressure is not None,
+            most=None if pressure is None else pressure.most_after(self.policy),
+            progress=progress,
         )
-        if not done.report.entries_after < done.report.entries_before:
-            raise CacheError(f"{done.report.strategy} made nothing smaller: nothing was changed")
-        context = context_after(self.engine, done, held, frozen)
-        old = Snapshot(self._kept(before, done.report), held, frozen)
-        new = Snapshot(self._kept(context.cache, done.report), tuple(context.held), context.frozen)
+        more = 0 if pressure is None else pressure.pending + pressure.reply
+        context = self._moved_down(context_after(self.engine, done, held, frozen), more)
+        done.report.moved, self._moved_reported = self.moved - self._moved_reported, self.moved
+        old, new = (self._kept(each, done.report) for each in (self.context, context))
         self.record("compacted", report=done.report.model_dump(mode="json"), before=old.to_json(), after=new.to_json())
         self.context = context
         self.journal.prune(self.policy.snapshot_bytes, {old.name, new.name})
@@ -272,15 +278,15 @@ class MemoryManager:
             self.after_compaction(done.report)
         return done.report
 
-    def _kept(self, cache: CompactedCache, report: CompactionReport) -> str:
-        """Write a snapshot and return its name; "" where none is wanted, or it cannot be written, which is said."""
+    def _kept(self, context: Context, report: CompactionReport) -> Snapshot:
+        """Write a snapshot; without a file where none is wanted, or it cannot be written, which the report says."""
         if not self.policy.snapshot_bytes:
-            return ""
+            return described(context)
         try:
-            return self.journal.save(cache)
+            return keep_snapshot(self.journal, context)
         except WriteError as error:  # a full disk must not end a conversation
             report.warnings.append(f"no snapshot was kept, so this cannot be undone: {error}")
-            return ""
+            return described(context)
 
     def undo(self) -> CompactionReport:
         """Restore the cache before the last compaction, without reading anything; return that compaction's report.
@@ -299,20 +305,18 @@ class MemoryManager:
         self._pause("the last compaction was undone", until_full=True)
         return last.report
 
-    def _move_down(self, more: int) -> None:
-        """Re-position what is compacted where the logical position nears the model's limit."""
-        moved = moved_down(self.engine, self.context, self._head_position(), more)
-        if moved is not None:
-            gap = self.cache.next_position - moved.cache.next_position
-            self.context = moved
-            self.moved += gap
-            limit = self.engine.geometry.max_positions
-            self.notes.append(f"keys were moved down by {gap:,} positions, since the model's context ends at {limit:,}")
-
-    def _head_position(self) -> int:
+    def _moved_down(self, context: Context, more: int) -> Context:
+        """Return the context with what is compacted at lower positions, where those near the model's limit."""
         head = head_length(self.state.messages, self.state.pinned)
-        held = self.context.held
-        return held[head - 1].stop if 0 < head <= len(held) else 0
+        start = context.held[head - 1].stop if 0 < head <= len(context.held) else 0
+        moved = moved_down(self.engine, context, start, more)
+        if moved is None:
+            return context
+        gap = context.cache.next_position - moved.cache.next_position
+        self.moved += gap
+        limit = self.engine.geometry.max_positions
+        self.notes.append(f"keys were moved down by {gap:,} positions, since the model's context ends at {limit:,}")
+        return moved
 
     # Long messages
 
@@ -352,16 +356,15 @@ class MemoryManager:
         while done < len(ids):
             block = min(self.policy.block, self.window // 4, len(ids) - done)
             if self._over(block + reserve):
+                pressure = Pressure(self.window, block, reserve)
                 plan = plan_block(
-                    self.state.messages, self.context.held, self.cache, self.state.pinned, self.policy,
-                    Pressure(self.window, block, reserve),
-                )  # fmt: skip
+                    self.state.messages, self.context.held, self.cache, self.state.pinned, self.policy, pressure
+                )
                 if isinstance(plan, str):
                     raise ContextLengthError(
                         f"a message of {len(ids):,} tokens does not fit the window of {self.window:,}: {plan}"
                     )
-                reports.append(self.compact(plan, automatic=True, progress=progress))
-                self._move_down(block + reserve)
+                reports.append(self.compact(plan, pressure=pressure, progress=progress))
             self.engine.prefill(ids[done : done + block], self.cache, progress=progress)
             self.context.held[-1] = replace(self.context.held[-1], stop=self.cache.next_position)
             done += block
@@ -378,11 +381,10 @@ class MemoryManager:
             and self.context.held
             and (latest is None or latest.held != tuple(self.context.held))
         ):
-            name = self.journal.save(self.cache)
-            snapshot = Snapshot(name, tuple(self.context.held), self.context.frozen)
+            snapshot = keep_snapshot(self.journal, self.context)
             self.record("saved", snapshot=snapshot.to_json())
             undo = {self.state.compactions[-1].before.name} if self.state.compactions else set()
-            self.journal.prune(self.policy.snapshot_bytes, {name, *undo})
+            self.journal.prune(self.policy.snapshot_bytes, {snapshot.name, *undo})
 
     def forget(self) -> None:
         """Hold nothing; what the session has is read anew."""
@@ -391,18 +393,13 @@ class MemoryManager:
 
     def _restored(self, snapshot: Snapshot | None, *, strict: bool = False) -> Context:
         """Return the context of a snapshot; an empty one where there is none, or its file is gone or damaged."""
-        if snapshot is None or not self.journal.has(snapshot.name):
-            context = Context(self.engine)
-        else:
+        context = Context(self.engine)
+        if snapshot is not None and self.journal.has(snapshot.name):
             try:
-                cache = self.journal.load(snapshot.name, self.engine)
-                if cache.next_position != (snapshot.held[-1].stop if snapshot.held else 0):
-                    raise DocumentError(f"the snapshot {snapshot.name} is not the one that the journal tells of")
-                context = Context(self.engine, cache, snapshot.held, snapshot.frozen)
+                context = load_snapshot(self.journal, self.engine, snapshot)
             except InputError as error:
                 if strict:
                     raise
                 self.notes.append(f"a snapshot cannot be used, its messages are read again: {error}")
-                context = Context(self.engine)
         context.cache.metadata.prompt = self.prompt
         return context

@@ -20,7 +20,7 @@ Range = tuple[int, int]
 class CompactionPlan:
     """Ranges of positions to compact and the entries per head of each.
 
-    kept: messages at the end that stay as they are. pinned: messages outside the ranges before those.
+    kept: messages at the end that stay as they are. held_before: held positions of the whole session.
     """
 
     ranges: list[Range]
@@ -112,7 +112,10 @@ def _messages_within(kind: str, size: float, held: Sequence[HeldMessage], total:
 
 
 def ranges_between(held: Sequence[HeldMessage], pinned: set[int], first: int, last: int) -> list[Range]:
-    """Return the positions of messages [first, last) without the pinned ones, neighbours joined."""
+    """Return the positions of messages [first, last) without the pinned ones, neighbours joined.
+
+    A single position between pinned messages is left out: nothing of it can be left out.
+    """
     ranges: list[Range] = []
     for index in range(first, min(last, len(held))):
         message = held[index]
@@ -122,7 +125,7 @@ def ranges_between(held: Sequence[HeldMessage], pinned: set[int], first: int, la
             ranges[-1] = (ranges[-1][0], message.stop)
         else:
             ranges.append((message.start, message.stop))
-    return ranges
+    return [(start, stop) for start, stop in ranges if stop - start > 1]
 
 
 def plan_compaction(
@@ -148,7 +151,7 @@ def plan_compaction(
         if last in seen:
             continue
         seen.add(last)
-        ranges = [each for each in ranges_between(held, pinned, head, last) if each[1] - each[0] >= 2]
+        ranges = ranges_between(held, pinned, head, last)
         found = _budgeted(ranges, len(messages) - last, cache, policy, pressure, forced)
         if isinstance(found, CompactionPlan):
             return found
@@ -168,7 +171,7 @@ def plan_block(
 ) -> CompactionPlan | str:
     """Plan for a message that is being read in blocks: everything that is not pinned, its own beginning included."""
     ranges = ranges_between(held, pinned, head_length(messages, pinned), len(held))
-    found = _budgeted([each for each in ranges if each[1] - each[0] >= 2], 0, cache, policy, pressure, False)
+    found = _budgeted(ranges, 0, cache, policy, pressure, False)
     return found or "nothing of what is held may be compacted"
 
 
@@ -181,7 +184,7 @@ def _budgeted(
         return f"only {tokens:,} tokens could be compacted, and min_span is {policy.min_span:,}" if ranges else ""
     holding = [held_in(cache, start, stop) for start, stop in ranges]
     held, total = cache.held_positions, sum(holding)
-    least = sum(max(1, math.ceil((stop - start) / policy.max_ratio)) for start, stop in ranges)
+    least = sum(max(1, math.ceil((stop - start) / policy.highest_ratio)) for start, stop in ranges)
     wanted = min(math.ceil(tokens / policy.ratio), math.floor(policy.target * pressure.window))
     if not forced:
         margin = policy.margin * pressure.window
@@ -189,7 +192,7 @@ def _budgeted(
     if wanted < least:
         return (
             f"compacting {tokens:,} tokens to {max(0, wanted):,} entries per head would pass max_ratio "
-            f"{policy.max_ratio:g}"
+            f"{policy.highest_ratio:g}"
         )
     if wanted >= total:
         return (

@@ -23,6 +23,8 @@ Bound = tuple[Kind, float]
 """("tokens", n), ("fraction", of the window) or ("messages", n)."""
 
 ENVIRONMENT_PREFIX = "AGENTCOMPACT_SESSION_"
+HIGHEST_RATIO = 64.0
+"""Beyond this a compaction keeps next to nothing."""
 SMALLEST_REPLY = 16
 """Tokens that must be free for a reply."""
 
@@ -85,7 +87,9 @@ class SessionPolicy(BaseModel):
         None, description="what to try when the strategy fails, falls short of min_fidelity, or frees too little"
     )
     ratio: float = Field(4.0, ge=1, allow_inf_nan=False, description="logical tokens for each entry kept")
-    max_ratio: float = Field(64.0, ge=1, allow_inf_nan=False, description="never compact further than this")
+    max_ratio: float | None = Field(
+        None, ge=1, allow_inf_nan=False, description="never compact further than this; default: 64, or a higher ratio"
+    )
     target: float = Field(0.5, gt=0, le=1, description="fraction of the window that compacted entries may fill")
     margin: float = Field(
         0.1, gt=0, lt=1, description="fraction of the window that a compaction must free below the trigger"
@@ -100,7 +104,7 @@ class SessionPolicy(BaseModel):
 
     @model_validator(mode="after")
     def _goes_together(self) -> SessionPolicy:
-        if self.max_ratio < self.ratio:
+        if self.max_ratio is not None and self.max_ratio < self.ratio:
             raise ValueError(f"max_ratio {self.max_ratio:g} is below the ratio {self.ratio:g}")
         if not self.trigger or not self.keep:
             raise ValueError("trigger and keep need at least one bound each")
@@ -108,6 +112,11 @@ class SessionPolicy(BaseModel):
             if kind == "fraction" and size <= self.margin:
                 raise ValueError(f"the trigger of {size:.0%} must be above the margin of {self.margin:.0%}")
         return self
+
+    @property
+    def highest_ratio(self) -> float:
+        """The ratio that no compaction passes."""
+        return max(HIGHEST_RATIO, self.ratio) if self.max_ratio is None else self.max_ratio
 
     def window_of(self, longest: int) -> int:
         """Return the window in held positions, for a model of at most `longest` positions."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentcompact.cache import CompactedCache
-from agentcompact.engines import Engine
+from agentcompact.engines import Engine, TokenConstraint
 from agentcompact.engines.text_stream import TextStream
 from agentcompact.session.messages import Message
 from agentcompact.settings import SamplingSettings
@@ -35,11 +35,15 @@ def decode_reply(
     sampling: SamplingSettings,
     on_text: OnText | None = None,
     read_message: Callable[[str], Message] | None = None,
+    *,
+    constraint: TokenConstraint | None = None,
+    keeps_partial: bool = True,
 ) -> DecodedReply:
     """Decode a reply behind a cache, which then holds it and `begin_ids`, what the template writes to begin it.
 
-    An interrupt behind the first token ends the reply there. After any other error, of a callback too, the cache is as
-    it was.
+    on_text: gets the text as it comes. read_message: makes the message of the whole text. constraint: what the tokens
+    keep to. keeps_partial: whether an interrupt behind the first token ends the reply there. After any other error, of
+    a callback too, the cache is as it was.
     """
     start, prompt = cache.next_position, list(begin_ids)
     if not prompt:  # a template that begins no reply: its last token is read once more for its logits
@@ -55,7 +59,7 @@ def decode_reply(
 
     windows = cache.windows()
     try:
-        text, reason = _decoded(engine, cache, prompt, sampling, on_token, ids)
+        text, reason = _decoded(engine, cache, prompt, sampling, on_token, ids, constraint, keeps_partial)
         rest = stream.finish(text)
         if rest and on_text is not None:
             on_text(rest)
@@ -65,6 +69,8 @@ def decode_reply(
         cache.restore_windows(windows)
         cache.roll_back(start)
         cache.reserve(0)
+        if cache.next_position < start:
+            engine.prefill(prompt, cache)
         raise
     kept = _without_stop(engine, ids, text) if reason == "stop" else len(ids)
     held = 0 if kept is None else len(begin_ids) + kept
@@ -79,12 +85,14 @@ def _decoded(
     sampling: SamplingSettings,
     on_token: Callable[[int, int], None],
     ids: list[int],
+    constraint: TokenConstraint | None,
+    keeps_partial: bool,
 ) -> tuple[str, str]:
     """Return text and finish reason, the tokens in `ids`; those so far where it is interrupted."""
     try:
-        (made,) = engine.decode(cache, [prompt], sampling, on_token)
+        (made,) = engine.decode(cache, [prompt], sampling, on_token, constraint)
     except KeyboardInterrupt:
-        if not ids:
+        if not ids or not keeps_partial:
             raise
         return engine.decode_text(ids), "interrupted"
     ids[:] = made.token_ids

@@ -48,17 +48,15 @@ def shortest_length(cache: CompactedCache, start: int, stop: int) -> int:
     return min(longest, stop - start)
 
 
-def repositioned(
-    engine: Engine, cache: CompactedCache, start: int, stop: int, length: int | Sequence[Piece]
-) -> CompactedCache:
-    """Return a cache in which the compacted positions [start, stop) take `length` positions, and all later ones follow.
+def repositioned(engine: Engine, cache: CompactedCache, pieces: Sequence[Piece]) -> CompactedCache:
+    """Return a cache in which each piece takes the positions it says, and all later ones follow.
 
-    length: or pieces that cover [start, stop) one after the other, each with the positions that it takes. Keys are
-    rotated back from where they were and forth to where they are now; values, biases and the order of entries stay. Of
-    the token ids the last ones of each piece are kept. Captured queries are dropped: they lie at the old positions.
+    pieces: of the compacted span, at least one, each beginning where the one before it stops. Keys are rotated back
+    from where they were and forth to where they are now; values, biases and the order of entries stay. Of the token ids
+    the last ones of each piece are kept. Captured queries are dropped: they lie at the old positions.
     """
     check_repositioning(engine)
-    pieces = [Piece(start, stop, length)] if isinstance(length, int) else length
+    start, stop = pieces[0].start, pieces[-1].stop
     total = sum(piece.length for piece in pieces)
     if not cache.span_tokens >= stop > start or not all(1 <= each.length <= each.stop - each.start for each in pieces):
         raise CapabilityError(f"positions {start} to {stop} cannot become {total}: only a compacted span is moved")
@@ -108,7 +106,7 @@ def moved_down(engine: Engine, context: Context, start: int, more: int) -> Conte
         return moved + max(0, position - stop)
 
     held = [replace(each, start=place(each.start), stop=place(each.stop)) for each in context.held]
-    return Context(engine, repositioned(engine, cache, start, stop, pieces), held, place(context.frozen))
+    return Context(engine, repositioned(engine, cache, pieces), held, place(context.frozen))
 
 
 def _pieces(context: Context, start: int, stop: int, limit: int) -> list[Piece]:

@@ -19,7 +19,7 @@ from agentcompact.session.journal import Journal
 from agentcompact.session.manager import AfterCompaction, BeforeCompaction, MemoryManager
 from agentcompact.session.messages import Message, as_message, has_open_call, round_of
 from agentcompact.session.planning import reply_room
-from agentcompact.session.policy import SMALLEST_REPLY, SessionPolicy
+from agentcompact.session.policy import SMALLEST_REPLY, SessionPolicy, read_policy
 from agentcompact.session.rendering import ConversationTemplate
 from agentcompact.session.replying import OnText, decode_reply
 from agentcompact.session.state import replay
@@ -71,18 +71,15 @@ class Session:
         after_compaction: AfterCompaction | None = None,
         **settings: Any,
     ) -> None:
-        """settings: those of `SessionPolicy`, instead of a policy or beside it.
+        """settings: those of `SessionPolicy`, instead of a policy or beside it; the environment gives the rest.
 
         system: the system message of a new session. tools: their JSON schemas, for the template. before_compaction:
         called with the plan; may return False (a veto) or a text to focus on. after_compaction: called with the report.
         Raises SettingsError for a policy that makes no sense, InputError where the session is open elsewhere or was
         made with another model.
         """
-        from agentcompact.session.policy import read_policy
-
         self.engine = as_engine(model)
-        values = {} if policy is None else policy.model_dump()
-        self.policy = read_policy(None, **{**values, **settings}) if settings else policy or SessionPolicy()
+        self.policy = read_policy(None, **{**({} if policy is None else policy.model_dump()), **settings})
         self.check_strategy(self.policy)
         self.sampling = sampling or SamplingSettings(max_new_tokens=512)
         chat = self._render if self.engine.has_chat_template else None
@@ -246,8 +243,6 @@ class Session:
 
     def configure(self, **settings: Any) -> SessionPolicy:
         """Change settings of the policy from now on. Raises SettingsError for what makes no sense."""
-        from agentcompact.session.policy import read_policy
-
         policy = read_policy(None, **{**self.policy.model_dump(), **settings})
         self.check_strategy(policy)
         self.policy = self.memory.policy = policy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -116,13 +116,3 @@ def replay(events: Iterable[Event]) -> SessionState:
         except (AttributeError, KeyError, TypeError, ValueError, IndexError, ValidationError) as error:
             raise DocumentError(f"event {event.number} of the session's journal cannot be read: {error}") from error
     return state
-
-
-def shared_start(messages: Sequence[Message], held: Sequence[HeldMessage]) -> int:
-    """Return how many of the held messages a conversation still begins with."""
-    count = 0
-    for message, each in zip(messages, held, strict=False):
-        if message.key != each.key:
-            break
-        count += 1
-    return count

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -148,7 +148,7 @@ def _ask_one_by_one(
         if not question:
             return
         stops = (*sampling.stop, *cache.metadata.prompt.stop)
-        printer = _Printer(engine.model.tokenizer, stops, silent=as_json)
+        printer = _Printer(engine, stops, silent=as_json)
         try:
             made = answer(engine, cache, question, sampling=sampling, on_token=printer)[0]
         except InputError as error:
@@ -164,37 +164,21 @@ def _ask_one_by_one(
 
 
 class _Printer:
-    """Writes an answer as its tokens arrive.
+    """Writes an answer as its tokens arrive."""
 
-    What is not complete yet is held back: characters of several tokens, and what may begin a stop string.
-    """
+    def __init__(self, engine: TransformersEngine, stops: Sequence[str], silent: bool) -> None:
+        from agentcompact.engines.text_stream import TextStream
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], silent: bool) -> None:
-        self.tokenizer = tokenizer
-        self.stops = stops
-        self.silent = silent
-        self.ids: list[int] = []
-        self.written = ""
+        self._stream = TextStream(engine.decode_text, stops)
+        self._silent = silent
 
     def __call__(self, _: int, token: int) -> None:
-        self.ids.append(token)
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True).lstrip()
-        if not self.silent and not text.endswith("\ufffd"):
-            self._write(text[: len(text) - self._unsure(text)].rstrip())
+        piece = self._stream.add(token)
+        if not self._silent:
+            click.echo(piece, nl=False)
 
     def finish(self, text: str) -> None:
-        self._write(text.strip())
-        click.echo()
-
-    def _unsure(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
-        lengths = [n for stop in self.stops for n in range(1, len(stop) + 1) if text.endswith(stop[:n])]
-        return max(lengths, default=0)
-
-    def _write(self, text: str) -> None:
-        if text.startswith(self.written):
-            click.echo(text[len(self.written) :], nl=False)
-            self.written = text
+        click.echo(self._stream.finish(text))
 
 
 def _escaped(text: str) -> str:

@@ -13,8 +13,8 @@ from agentcompact_cli.console import working
 from agentcompact_cli.options import ModelChoice, model_options, output_options, parse_settings
 
 if TYPE_CHECKING:
-    from agentcompact import LoadedModel
     from agentcompact.session import Session, SessionPolicy
+    from agentcompact_cli.chat_loop import Chat
 
 
 @click.command(name="chat")
@@ -79,7 +79,7 @@ def command(
         loaded = choice.load(made_with or "smollm2", work.say)
 
     from agentcompact import TransformersEngine
-    from agentcompact_cli.chat_loop import Chat, piped_lines, typed_lines
+    from agentcompact_cli.chat_loop import Chat
 
     engine = TransformersEngine(loaded)
 
@@ -88,19 +88,28 @@ def command(
 
     chat = Chat(open_session, name, quiet=quiet, as_json=as_json)
     try:
-        for line in chat.session.template.fallbacks:
-            click.echo(f"agentcompact: note: {line}", err=True)
-        if once is not None:
-            code = chat.run(iter([once]))
-        elif sys.stdin.isatty():
-            _greet(chat.name, loaded, len(chat.session.messages), no_save)
-            code = chat.run(typed_lines(chat, _history_file()))
-        else:
-            code = chat.run(piped_lines(chat))
+        code = _run(chat, once, "not kept" if no_save else f"session {name}")
     finally:
         chat.session.close()
     if code:
         raise click.exceptions.Exit(code)
+
+
+def _run(chat: Chat, once: str | None, kept: str) -> int:
+    """Take lines from where they come; return the exit code."""
+    from agentcompact_cli.chat_loop import piped_lines, typed_lines
+
+    for line in chat.session.template.fallbacks:
+        click.echo(f"agentcompact: note: {line}", err=True)
+    if once is not None:
+        return chat.run(iter([once]))
+    if not sys.stdin.isatty():
+        return chat.run(piped_lines(chat))
+    count = len(chat.session.messages)
+    said = f", {count} messages so far" if count else ""
+    model = chat.session.engine.describe().model_source
+    click.echo(f"{model} · {kept}{said} · /help for commands, Ctrl-D leaves")
+    return chat.run(typed_lines(chat, _history_file()))
 
 
 def _policy(
@@ -123,7 +132,6 @@ def _policy(
         "strategy": strategy,
         "settings": parse_settings(pairs) or None,
         "ratio": ratio,
-        "max_ratio": None if ratio is None or ratio <= 64 else ratio,
         "window": window,
         "trigger": trigger,
         "keep": keep,
@@ -171,12 +179,6 @@ def _opened(
         check_exists(name)
     folder = None if no_save and not must_exist else session_folder(name)
     return Session(engine, policy, folder=folder, system=system, sampling=sampling)
-
-
-def _greet(name: str, loaded: LoadedModel, messages: int, no_save: bool) -> None:
-    said = f", {messages} messages so far" if messages else ""
-    kept = "not kept" if no_save else f"session {name}"
-    click.echo(f"{loaded.source.identity} · {kept}{said} · /help for commands, Ctrl-D leaves")
 
 
 def _history_file() -> Path:

@@ -46,8 +46,7 @@ def strategy(chat: Chat, rest: str) -> None:
 
 def ratio(chat: Chat, rest: str) -> None:
     """N  keep one entry for so many tokens"""
-    value = _number(rest, "/ratio 4", float)
-    chat.session.configure(ratio=value, max_ratio=max(value, chat.session.policy.max_ratio))
+    chat.session.configure(ratio=_number(rest, "/ratio 4", float))
     chat.say(f"ratio {chat.session.policy.ratio:g}")
 
 

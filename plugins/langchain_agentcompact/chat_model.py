@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentcompact.errors import SettingsError
 from agentcompact.session.policy import SessionPolicy, read_policy
+from agentcompact.session.replying import OnText
 from agentcompact.settings import SamplingSettings, build_settings, suggestion
 from langchain_agentcompact.call_settings import CallSettings, policy_values, read_call
 from langchain_agentcompact.messages import read_messages, read_tools
@@ -34,7 +35,7 @@ from langchain_agentcompact.registry import SharedModel, shared_model
 from langchain_agentcompact.snapshots import SnapshotStore
 from langchain_agentcompact.streaming import TurnStream
 from langchain_agentcompact.structured import structured_output, tool_choice_of
-from langchain_agentcompact.turns import Answer, OnCompaction, OnText, Turn
+from langchain_agentcompact.turns import Answer, OnCompaction, Turn
 
 _ELSEWHERE = frozenset({"timeout", "max_retries", "api_key", "base_url"})
 """Parameters of models behind a network, which mean nothing here."""

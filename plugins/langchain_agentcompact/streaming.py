@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from agentcompact.session.compaction import CompactionReport
-from langchain_agentcompact.turns import Answer, OnCompaction, OnText
+from agentcompact.session.replying import OnText
+from langchain_agentcompact.turns import Answer, OnCompaction
 
 RunTurn = Callable[[OnText, OnCompaction], Answer]
 Event = str | CompactionReport | Answer

@@ -12,8 +12,7 @@ from typing import Any
 
 from langchain_core.exceptions import ContextOverflowError
 
-from agentcompact.engines import Engine, TokenConstraint
-from agentcompact.engines.text_stream import TextStream
+from agentcompact.engines import TokenConstraint
 from agentcompact.errors import AgentCompactError, CapabilityError, ContextLengthError, SettingsError
 from agentcompact.session.compaction import CompactionReport
 from agentcompact.session.context import Context, Item, ReplyTokens
@@ -22,6 +21,7 @@ from agentcompact.session.messages import Message, ToolCall
 from agentcompact.session.planning import reply_room
 from agentcompact.session.policy import SMALLEST_REPLY, SessionPolicy
 from agentcompact.session.rendering import Rendered
+from agentcompact.session.replying import OnText, decode_reply
 from agentcompact.settings import SamplingSettings
 from langchain_agentcompact.plain_reply import PlainReply
 from langchain_agentcompact.registry import SharedModel
@@ -29,7 +29,6 @@ from langchain_agentcompact.snapshots import SnapshotHandle, SnapshotStore
 from langchain_agentcompact.states import State
 from langchain_agentcompact.tool_calls import ParsedReply, VisibleText, parse_reply
 
-OnText = Callable[[str], None]
 OnCompaction = Callable[[CompactionReport], None]
 
 LAST_RESORT = "streaming_llm"
@@ -215,37 +214,38 @@ class TurnRunner:
         self, manager: MemoryManager, rendered: Rendered, begin_ids: list[int], turn: Turn, on_text: OnText | None
     ) -> _Decoded:
         """Decode a reply behind the cache and hold it. After an error the cache is as it was before it."""
-        engine, context = self.shared.engine, manager.context
-        cache, start, prompt = context.cache, context.cache.next_position, begin_ids
+        context, start = manager.context, manager.cache.next_position
         sampling = turn.sampling.model_copy(update={"max_new_tokens": self._room(manager, len(begin_ids), turn)})
-        if not prompt:  # a template that begins no reply: its last token is read once more for its logits
-            prompt = [cache.token_ids[-1]]
-            cache.truncate(start - 1)
         constraint, stops = self._constraint(turn, sampling)
         sampling = sampling.model_copy(update={"stop": stops})
-        show = _Shower(engine, stops, VisibleText(self.shared.form, watching=turn.reads_calls), on_text)
-        show.muted = turn.forces_call
-        try:
-            (made,) = engine.decode(cache, [prompt], sampling, show.add, constraint)
-        except BaseException:
-            cache.roll_back(start)
-            raise
-        text = made.text.strip()
-        parsed = self._parsed(text, turn)
-        show.finish(made.text, parsed.content)
-        kept = _without_stop(engine, made.token_ids, text) if made.finish_reason == "stop" else len(made.token_ids)
-        message = reply_message(parsed)
-        if kept is None:  # a stop string that began inside a token
-            cache.truncate(start)
-        else:
-            cache.truncate(min(cache.next_position, start + len(begin_ids) + kept))
+        shown = VisibleText(self.shared.form, watching=turn.reads_calls)
+        show = _nothing if on_text is None or turn.forces_call else on_text
+        parsed = ParsedReply("")
+
+        def read(text: str) -> Message:
+            nonlocal parsed
+            parsed = self._parsed(text, turn)
+            show(shown.finish(parsed.content))
+            return reply_message(parsed)
+
+        made = decode_reply(
+            self.shared.engine,
+            manager.cache,
+            begin_ids,
+            sampling,
+            lambda piece: show(shown.add(piece)),
+            read,
+            constraint=constraint,
+            keeps_partial=False,
+        )
+        if made.token_ids is not None:
             begun_ids = begin_ids[len(context.template_ids(rendered.reply)) :]
             closing = context.template_ids(self.shared.form.suffix) if turn.forces_call else []
-            reply = ReplyTokens(rendered.reply, (*begun_ids, *made.token_ids[:kept], *closing))
-            context.hold_reply(message, start, reply)
+            reply = ReplyTokens(rendered.reply, (*begun_ids, *made.token_ids, *closing))
+            context.hold_reply(made.message, start, reply)
             manager.state.replies[len(turn.messages)] = reply
-        manager.state.messages.append(message)
-        return _Decoded(parsed, made.finish_reason, len(made.token_ids))
+        manager.state.messages.append(made.message)
+        return _Decoded(parsed, made.finish_reason, made.decoded)
 
     def _constraint(self, turn: Turn, sampling: SamplingSettings) -> tuple[TokenConstraint | None, tuple[str, ...]]:
         """Return what the reply must keep to, and the strings that end it."""
@@ -298,26 +298,8 @@ class TurnRunner:
             return None
 
 
-class _Shower:
-    """Hands a reply's text on as its tokens come."""
-
-    def __init__(self, engine: Engine, stops: Sequence[str], visible: VisibleText, on_text: OnText | None) -> None:
-        self._stream = TextStream(engine.decode_text, stops)
-        self._visible = visible
-        self._on_text = on_text
-        self.muted = False
-
-    def add(self, _: int, token: int) -> None:
-        self._show(self._visible.add(self._stream.add(token)) if self._on_text is not None else "")
-
-    def finish(self, text: str, content: str) -> None:
-        if self._on_text is not None:
-            self._stream.finish(text)
-            self._show(self._visible.finish(content))
-
-    def _show(self, piece: str) -> None:
-        if self._on_text is not None and not self.muted:
-            self._on_text(piece)
+def _nothing(_: str) -> None:
+    """Show no text."""
 
 
 def reply_message(parsed: ParsedReply) -> Message:
@@ -338,11 +320,3 @@ def _collecting(reports: list[CompactionReport], told: OnCompaction | None) -> O
             told(report)
 
     return collect
-
-
-def _without_stop(engine: Engine, ids: Sequence[int], text: str) -> int | None:
-    """Return how many tokens make up the text before a stop string; None where it ends inside a token."""
-    for count in range(len(ids), -1, -1):
-        if engine.decode_text(ids[:count]).strip() == text:
-            return count
-    return None
