@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from test_cli import failed, folder, run  # noqa: F401
+from test_cli import failed, folder  # noqa: F401
 from test_evaluation_runner import DOCUMENTS, document, untimed
 
 from agentcompact.evaluation import CellResult
