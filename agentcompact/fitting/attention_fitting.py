@@ -79,8 +79,8 @@ def attention_loss(
 ) -> Tensor:
     """Return each head's mean squared error of standardised outputs, plus that of standardised log-normalizers.
 
-    queries: (heads, G, m, head_dim), those of the targets. keys, values: (heads, n, head_dim). bias: (heads, n), very low
-    in slots that are padding. match_mass: whether the second term counts. Returns (heads,); the mean over a layer's
+    queries: (heads, G, m, head_dim), those of the targets. keys, values: (heads, n, head_dim). bias: (heads, n), very
+    low in slots that are padding. match_mass: whether the second term counts. Returns (heads,); the mean over a layer's
     heads is equation 8.
     """
     heads, group, m, dim = queries.shape
@@ -154,9 +154,7 @@ class AttentionFit:
         )
         queries = self._queries[place, :, rows].transpose(1, 2).float()
         keys, values, bias = self._padded()
-        return attention_loss(
-            queries, keys, values, bias, picked, self._scaling, match_mass=self._options.match_mass
-        )
+        return attention_loss(queries, keys, values, bias, picked, self._scaling, match_mass=self._options.match_mass)
 
     def step(self, update: int) -> float:
         """Make one update; return the mean loss of the layers before it."""

@@ -26,7 +26,7 @@ def grouped_divergence(logits: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
 
 
 def full_divergence(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Return the divergence over the whole vocabulary: logits of student and teacher (steps, vocabulary) -> (steps,)."""
+    """Return the divergence over the whole vocabulary, (steps,); logits of student and teacher: (steps, vocabulary)."""
     teacher, student = teacher_logits.log_softmax(dim=-1), logits.log_softmax(dim=-1)
     return (teacher.exp() * (teacher - student)).sum(dim=1)
 
