@@ -65,7 +65,7 @@ class LatentSettings(StrategySettings):
         False, description="distil the whole vocabulary, asking the full cache again at each update"
     )
     cross_entropy: bool = Field(True, description="add the cross-entropy of the teacher's tokens to stage 2")
-    checkpoint_every: int = Field(50, ge=1, description="updates between two checkpoints")
+    checkpoint_every: int = Field(50, ge=1, description="updates between two checkpoints, which are 5 seconds apart at least")
     keep_rollouts: bool = Field(True, description="keep rollouts on disk for other ratios of the same document")
     memory_gib: float | None = Field(
         None, gt=0, description="memory that may be used, in GiB; otherwise what the system says is free"

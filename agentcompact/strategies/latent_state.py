@@ -22,8 +22,15 @@ from agentcompact.errors import CacheFileError, WriteError
 from agentcompact.files import atomic_output
 
 VERSION = 1
-STAGE1, STAGE2, DONE = "stage 1", "stage 2", "done"
+Stage = Literal["stage 1", "stage 2", "done"]
+STAGE1: Stage = "stage 1"
+STAGE2: Stage = "stage 2"
+DONE: Stage = "done"
 PARTS = ("keys", "values", "bias", "positions", "frozen")
+
+
+def _no_losses() -> dict[str, list[float]]:
+    return {STAGE1: [], STAGE2: []}
 
 
 class Place(BaseModel):
@@ -38,10 +45,10 @@ class Place(BaseModel):
 
     version: int = VERSION
     run: str
-    stage: Literal["stage 1", "stage 2", "done"] = STAGE1
+    stage: Stage = STAGE1
     group: int = 0
     update: int = 0
-    losses: dict[str, list[float]] = Field(default_factory=lambda: {STAGE1: [], STAGE2: []})
+    losses: dict[str, list[float]] = Field(default_factory=_no_losses)
     seconds: dict[str, float] = Field(default_factory=dict)
 
 
@@ -56,7 +63,7 @@ class TrainingState:
     ) -> None:
         self.spans, self.frozen, self.place, self.moments = spans, frozen, place, moments or {}
 
-    def advance(self, stage: Literal["stage 1", "stage 2", "done"], group: int = 0, update: int = 0) -> None:
+    def advance(self, stage: Stage, group: int = 0, update: int = 0) -> None:
         """Go on to the beginning of a stage or of a group, with fresh moments, or to an update within one."""
         if update == 0:
             self.moments = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,12 +19,12 @@ from agentcompact.fitting.distillation import full_divergence, grouped_divergenc
 from agentcompact.queries.rollouts import Rollout, Rollouts
 from agentcompact.strategies.base import CompactionRequest, Phases
 from agentcompact.strategies.latent_settings import LatentSettings
-from agentcompact.strategies.latent_state import DONE, STAGE1, STAGE2, TrainingState, interrupts_deferred
+from agentcompact.strategies.latent_state import DONE, STAGE1, STAGE2, Stage, TrainingState, interrupts_deferred
 
+CHECKPOINT_SECONDS = 5.0
+"""Checkpoints within a stage are at least this far apart: an update may take less time than writing one."""
 GROUP_BYTES = 1 << 30
 """Bytes of queries and targets that are held for the layers trained together; one layer on a CPU."""
-
-STAGES: dict[str, Literal["stage 1", "stage 2", "done"]] = {STAGE1: "stage 1", STAGE2: "stage 2", DONE: "done"}
 
 
 @dataclass
@@ -66,8 +65,8 @@ class Training:
                 self._run_stage2()
             self._go_on(DONE)
 
-    def _go_on(self, stage: str) -> None:
-        self.state.advance(STAGES[stage])
+    def _go_on(self, stage: Stage) -> None:
+        self.state.advance(stage)
         self._keep(0.0)
 
     def _run_stage1(self) -> None:
@@ -82,7 +81,7 @@ class Training:
             def hold(update: int, fit: AttentionFit = fit, number: int = number) -> None:
                 self._take(groups[number], fit)
                 self.state.moments = moments(fit.optimiser)
-                self.state.advance("stage 1", number, update)
+                self.state.advance(STAGE1, number, update)
 
             def step(update: int, fit: AttentionFit = fit, share: float = share) -> float:
                 loss = fit.step(update)
@@ -91,7 +90,7 @@ class Training:
 
             self._updates(place.update, updates, step, hold, clock)
             self._take(groups[number], fit)
-            self.state.advance("stage 1", number + 1)
+            self.state.advance(STAGE1, number + 1)
 
     def _note_stage1(self, update: int, loss: float) -> None:
         """Add a group's share of the mean loss over layers."""
@@ -114,7 +113,7 @@ class Training:
         def hold(update: int) -> None:
             self.state.spans = [_detached(span) for span in spans]
             self.state.moments = moments(optimiser)
-            self.state.advance("stage 2", 0, update)
+            self.state.advance(STAGE2, 0, update)
 
         def step(update: int) -> float:
             loss = self.stage2_gradient(spans, trained, picks[update])
@@ -145,8 +144,10 @@ class Training:
                     hold(done)
                     self._keep(clock.elapsed)
                     raise KeyboardInterrupt
-                if done % self.settings.checkpoint_every == 0 and done < updates:
+                due = done % self.settings.checkpoint_every == 0 and clock.since_kept >= CHECKPOINT_SECONDS
+                if due and self.request.checkpoint is not None and done < updates:
                     hold(done)
+                    clock.kept()
                     self._keep(clock.elapsed)
 
     def _keep(self, elapsed: float) -> None:
@@ -175,14 +176,13 @@ class Training:
             pool = self.rollouts.queries[index].to(span.keys.device)
             pool = pool.view(geometry.kv_heads, geometry.group, *pool.shape[1:])
             drawn = sample_positions(seed, index, updates, self.settings.stage1_queries, pool.shape[2])
-            held = self.state.frozen[place].split(list(span.lengths))
             for head in range(geometry.kv_heads):
                 if not span.lengths[head]:
                     continue
                 queries.append(pool[head])
                 heads.append(self.full[place].head(head)[:3])
                 entries.append(span.head(head)[:3])
-                frozen.append(held[head])
+                frozen.append(self.state.frozen[place][span.offsets[head] : span.offsets[head + 1]])
                 samples.append(drawn)
         stacked = torch.stack(queries)
         return AttentionFit(
@@ -270,11 +270,21 @@ class Clock:
     def __init__(self, name: str, steps: int, request: CompactionRequest) -> None:
         self._name, self._steps, self._request = name, steps, request
         self._begun, self._done = time.perf_counter(), 0
+        self._kept = self._begun
 
     @property
     def elapsed(self) -> float:
         """Seconds since the stage was begun or taken up."""
         return time.perf_counter() - self._begun
+
+    @property
+    def since_kept(self) -> float:
+        """Seconds since the last checkpoint of the stage, or its beginning."""
+        return time.perf_counter() - self._kept
+
+    def kept(self) -> None:
+        """Note that a checkpoint is written now."""
+        self._kept = time.perf_counter()
 
     def tell(self, loss: float) -> None:
         """Count one update."""

@@ -102,7 +102,7 @@ class LatentCompaction(Strategy):
             return None
         if not request.resume:
             raise CacheFileError(
-                f"{path} holds an interrupted compaction: go on with --resume (resume=True), or remove it to begin again"
+                f"{path} holds an interrupted compaction: go on with --resume (resume=True), or remove it"
             )
         return TrainingState.load(path, run, list(spans))
 

@@ -168,8 +168,8 @@ def _checkpoints(
 ) -> list[Path | None]:
     """Return where each document's compaction keeps what it has reached, None where it keeps nothing.
 
-    With --force an old checkpoint is removed, unless --resume asks for it. Raises SettingsError where there is nothing to
-    resume by nature, CacheFileError for an interrupted compaction that is not to be gone on with.
+    With --force an old checkpoint is removed, unless --resume asks for it. Raises SettingsError where nothing can be
+    resumed, CacheFileError for an interrupted compaction that is not to be gone on with.
     """
     from agentcompact.errors import CacheFileError, SettingsError
 
