@@ -18,7 +18,8 @@ from agentcompact.queries.rollouts import greedy_answers, teacher_rollouts
 from agentcompact.strategies import CompactionRequest
 from agentcompact.strategies.base import Phases
 from agentcompact.strategies.latent_training import Training
-from agentcompact.strategies.ttt import LatentCompaction, curve, reconstruction_scores
+from agentcompact.strategies.trained import curve
+from agentcompact.strategies.ttt import LatentCompaction, reconstruction_scores
 
 SMALL = {"prompts": 10, "answer_tokens": 6, "keep_rollouts": False, "stage1_updates": 30, "stage2_updates": 6}
 INIT = {**SMALL, "stage1_updates": 0, "stage2_updates": 0}
@@ -213,7 +214,16 @@ def test_report_says_what_was_done(engine):
     report = LatentCompaction(**SMALL).compact(request).report
     facts = report.training
     assert report.entries_after == 12 * 4
-    assert set(report.seconds) == {"rollouts", "scores", "selection", "estimate", "stage 1", "stage 2", "total"}
+    assert set(report.seconds) == {
+        "requests",
+        "rollouts",
+        "scores",
+        "selection",
+        "estimate",
+        "stage 1",
+        "stage 2",
+        "total",
+    }
     assert (facts["prompts"], facts["stage1_updates"], facts["stage2_updates"]) == (10, 30, 6)
     assert [len(facts["losses"][stage]) for stage in ("stage 1", "stage 2")] == [30, 6]
     each = facts["seconds_per_update"]

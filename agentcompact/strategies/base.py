@@ -94,6 +94,8 @@ class Strategy(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     rewrites: ClassVar[bool] = False
     """Whether it writes a text of its own, so that positions begin anew instead of going on."""
+    trains: ClassVar[bool] = False
+    """Whether it trains entries, so that they are no originals and a compaction may take hours."""
     resumable: ClassVar[bool] = False
     """Whether it keeps a request's checkpoint and can go on from it."""
 

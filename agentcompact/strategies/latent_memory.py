@@ -12,7 +12,7 @@ import torch
 from agentcompact.cache import Span
 from agentcompact.errors import MemoryLimitError
 from agentcompact.strategies.base import CompactionRequest
-from agentcompact.strategies.latent_settings import LatentSettings
+from agentcompact.strategies.latent_settings import DistillationSettings
 
 GIB = 1024**3
 
@@ -34,7 +34,7 @@ class MemoryNeed:
 
 
 def memory_need(
-    request: CompactionRequest, spans: Sequence[Span], settings: LatentSettings, prompts: Sequence[Sequence[int]]
+    request: CompactionRequest, spans: Sequence[Span], settings: DistillationSettings, prompts: Sequence[Sequence[int]]
 ) -> MemoryNeed:
     """Estimate what a compaction of these spans with prompts of these token ids needs."""
     geometry, size = request.engine.geometry, spans[0].keys.element_size()
@@ -60,7 +60,7 @@ def memory_need(
     )
 
 
-def check_memory(need: MemoryNeed, settings: LatentSettings, device: torch.device) -> None:
+def check_memory(need: MemoryNeed, settings: DistillationSettings, device: torch.device) -> None:
     """Raise MemoryLimitError, with numbers, where the need is above the limit or above what is free."""
     free = free_bytes(device) if settings.memory_gib is None else int(settings.memory_gib * GIB)
     if free is not None and need.peak > free:

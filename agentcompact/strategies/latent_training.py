@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from agentcompact.cache import Span
+from agentcompact.errors import SettingsError
 from agentcompact.fitting.adamw import adamw, moments, restore_moments
 from agentcompact.fitting.attention_fitting import AttentionFit, attention_targets, sample_positions
 from agentcompact.fitting.distillation import full_divergence, grouped_divergence, rollout_loss
 from agentcompact.queries.rollouts import Rollout, Rollouts
 from agentcompact.strategies.base import CompactionRequest, Phases
-from agentcompact.strategies.latent_settings import LatentSettings
+from agentcompact.strategies.latent_settings import DistillationSettings
 from agentcompact.strategies.latent_state import DONE, STAGE1, STAGE2, Stage, TrainingState, interrupts_deferred
 
 CHECKPOINT_SECONDS = 5.0
@@ -35,7 +36,7 @@ class Training:
     """
 
     request: CompactionRequest
-    settings: LatentSettings
+    settings: DistillationSettings
     rollouts: Rollouts
     full: Sequence[Span]
     state: TrainingState
@@ -169,13 +170,15 @@ class Training:
 
     def stage1_fit(self, places: range, updates: int) -> AttentionFit:
         """Return the fit of a group of layers as the state has them. Heads without entries take no part."""
-        geometry, seed = self.request.engine.geometry, self.request.seed
+        geometry, seed, options = self.request.engine.geometry, self.request.seed, self.settings.fit_options
+        if options is None:
+            raise SettingsError("this strategy has no stage 1")
         queries, heads, entries, frozen, samples = [], [], [], [], []
         for place in places:
             index, span = geometry.full_layers[place], self.state.spans[place]
             pool = self.rollouts.queries[index].to(span.keys.device)
             pool = pool.view(geometry.kv_heads, geometry.group, *pool.shape[1:])
-            drawn = sample_positions(seed, index, updates, self.settings.stage1_queries, pool.shape[2])
+            drawn = sample_positions(seed, index, updates, options.queries, pool.shape[2])
             for head in range(geometry.kv_heads):
                 if not span.lengths[head]:
                     continue
@@ -193,7 +196,7 @@ class Training:
             torch.stack(samples, dim=1),
             geometry.kv_heads,
             geometry.scaling,
-            self.settings.fit_options,
+            options,
         )
 
     def trainable_spans(self) -> list[Span]:
@@ -251,17 +254,19 @@ class Training:
         return torch.stack(losses).mean()
 
     def seconds_per_update(self) -> dict[str, float]:
-        """Return the seconds that an update of each stage takes, measured on copies: stage 1's is over all layers."""
-        groups = self.groups
-        fit = self.stage1_fit(groups[0], 2)
-        fit.step(0)
-        begun = time.perf_counter()
-        fit.step(1)
-        first = (time.perf_counter() - begun) * len(groups)
+        """Return the seconds that an update of each stage takes, on copies; one of stage 1 is of all layers."""
+        each: dict[str, float] = {}
+        if self.settings.fit_options is not None:
+            fit = self.stage1_fit(self.groups[0], 2)
+            fit.step(0)
+            begun = time.perf_counter()
+            fit.step(1)
+            each[STAGE1] = (time.perf_counter() - begun) * len(self.groups)
         spans = self.trainable_spans()
         begun = time.perf_counter()
         self.stage2_gradient(spans, self._stage2_parameters(spans), self.stage2_picks(1)[0])
-        return {STAGE1: first, STAGE2: time.perf_counter() - begun}
+        each[STAGE2] = time.perf_counter() - begun
+        return each
 
 
 class Clock:
