@@ -17,7 +17,7 @@ from tiny import tiny_model, tiny_text, tiny_tokens
 from agentcompact import TransformersEngine, compact, compact_many, register_strategy
 from agentcompact.cache import read_header
 from agentcompact.errors import CacheFileError, SettingsError
-from agentcompact.strategies import CompactionRequest, latent_training
+from agentcompact.strategies import CompactionRequest, latent_training, registry
 from agentcompact.strategies.latent_state import interrupts_deferred
 from agentcompact.strategies.ttt import LatentCompaction
 from agentcompact_cli import main as command
@@ -215,7 +215,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def call(monkeypatch, capsys, folder):
-    register_strategy(LatentCompaction)
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    register_strategy(LatentCompaction)  # by name, also where the package was installed before it was there
     pairs = [f"{name}={value}" for name, value in SETTINGS.items()]
 
     def run_command(*args):
