@@ -46,7 +46,7 @@ def read_prompt_bank(path: str | None = None) -> PromptBank:
     """
     try:
         if path is None:
-            text = files("agentcompact.queries").joinpath("data", PROMPTS_FILE).read_text(encoding="utf-8")
+            text = (files("agentcompact.queries") / "data" / PROMPTS_FILE).read_text(encoding="utf-8")
         else:
             text = Path(path).expanduser().read_text(encoding="utf-8")
         return PromptBank.model_validate(json.loads(text))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from agentcompact.cache import CompactedCache
+from agentcompact.durations import TimeLeft
 from agentcompact.engines import Engine, Progress
 from agentcompact.settings import SamplingSettings
 
@@ -93,6 +94,7 @@ def greedy_answers(
     sampling = SamplingSettings(max_new_tokens=most_tokens)
     shared = cache.fork(batch_size=1)
     order = sorted((n for n in range(len(prompts)) if n not in answers), key=lambda n: len(prompts[n]))
+    left = TimeLeft()
     for first in range(0, len(order), batch):
         part = order[first : first + batch]
         read = engine.read_prompts(shared.fork(batch_size=len(part)), [prompts[n] for n in part], most_tokens)
@@ -101,7 +103,7 @@ def greedy_answers(
         if on_batch is not None:
             on_batch(answers)
         if progress is not None:
-            progress("rollouts", len(answers), len(prompts))
+            progress(f"rollouts · {left.after(first + len(part), len(order))}", len(answers), len(prompts))
     return [answers[number] for number in range(len(prompts))]
 
 

@@ -22,6 +22,7 @@ class MemoryNeed:
     """Bytes that a compaction needs beside the model and the full cache, by what for."""
 
     queries: int
+    scores: int
     generation: int
     entries: int
     stage1: int
@@ -29,8 +30,8 @@ class MemoryNeed:
 
     @property
     def peak(self) -> int:
-        """The most that is held at one time: queries and entries always, the rest one after another."""
-        return self.queries + max(self.generation, self.entries + max(self.stage1, self.stage2))
+        """The most that is held at one time: the rollouts' queries always, the rest one after another."""
+        return self.queries + max(self.generation, self.scores, self.entries + max(self.stage1, self.stage2))
 
 
 def memory_need(
@@ -47,6 +48,10 @@ def memory_need(
     schedule = settings.schedule
     return MemoryNeed(
         queries=a_layer * layers * size,
+        scores=min(
+            request.engine.settings.capture_bytes,
+            (request.end - request.start) * layers * geometry.query_heads * dim * size,
+        ),
         generation=batch * longest * layers * geometry.kv_heads * dim * 2 * size,
         entries=entries * 4 * 4,
         stage1=a_layer * 4 * 2 if schedule.stage1_updates else 0,

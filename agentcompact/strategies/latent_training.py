@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from agentcompact.cache import Span
+from agentcompact.durations import TimeLeft
 from agentcompact.errors import SettingsError
 from agentcompact.fitting.adamw import adamw, moments, restore_moments
 from agentcompact.fitting.attention_fitting import AttentionFit, attention_targets, sample_positions
@@ -274,37 +275,29 @@ class Clock:
 
     def __init__(self, name: str, steps: int, request: CompactionRequest) -> None:
         self._name, self._steps, self._request = name, steps, request
-        self._begun, self._done = time.perf_counter(), 0
-        self._kept = self._begun
+        self._left, self._done = TimeLeft(), 0
+        self._kept = 0.0
 
     @property
     def elapsed(self) -> float:
         """Seconds since the stage was begun or taken up."""
-        return time.perf_counter() - self._begun
+        return self._left.elapsed
 
     @property
     def since_kept(self) -> float:
         """Seconds since the last checkpoint of the stage, or its beginning."""
-        return time.perf_counter() - self._kept
+        return self.elapsed - self._kept
 
     def kept(self) -> None:
         """Note that a checkpoint is written now."""
-        self._kept = time.perf_counter()
+        self._kept = self.elapsed
 
     def tell(self, loss: float) -> None:
         """Count one update."""
         self._done += 1
         if self._request.progress is not None:
-            left = self.elapsed / self._done * (self._steps - self._done)
-            self._request.progress(f"{self._name} · loss {loss:.4g}, {duration(left)} left", self._done, self._steps)
-
-
-def duration(seconds: float) -> str:
-    """Write a time for people: 45 s, 3 min, 2 h 10 min."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+            left = self._left.after(self._done, self._steps)
+            self._request.progress(f"{self._name} · loss {loss:.4g}, {left}", self._done, self._steps)
 
 
 def _detached(span: Span) -> Span:

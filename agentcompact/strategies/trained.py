@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from agentcompact.cache import Report, Span
+from agentcompact.durations import duration
 from agentcompact.engines import CAPTURES_QUERIES, GIVES_GRADIENTS
 from agentcompact.errors import CacheFileError
 from agentcompact.queries.rollout_store import RolloutStore, rollout_key, rollouts_dir
@@ -19,7 +20,7 @@ from agentcompact.strategies.base import CompactionRequest, Phases, Strategy
 from agentcompact.strategies.latent_memory import check_memory, memory_need, peak_bytes
 from agentcompact.strategies.latent_settings import BESIDE_THE_RESULT, DistillationSettings
 from agentcompact.strategies.latent_state import STAGE1, STAGE2, Place, TrainingState
-from agentcompact.strategies.latent_training import Training, duration
+from agentcompact.strategies.latent_training import Training
 
 CURVE_POINTS = 200
 """Points of a loss curve in the report, each the mean of as many updates."""

@@ -21,6 +21,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from agentcompact.durations import duration
+
 DETAIL = " · "
 """What follows this in the name of a phase changes while it lasts: its loss, the time left."""
 DETAIL_SECONDS = 30.0
@@ -123,14 +125,6 @@ def evaluating(quiet: bool) -> Iterator[Callable[[int, int, str, float], None]]:
 
 def _say_nothing(*_: Any) -> None:
     """Show no step."""
-
-
-def duration(seconds: float) -> str:
-    """Write a time for people: 45 s, 3 min, 2 h 10 min."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def print_json(data: Any) -> None:
