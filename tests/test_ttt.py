@@ -396,3 +396,11 @@ def test_extreme_budgets(engine, budget):
     _, result = compacted(engine, budget=budget, stage1_updates=3, stage2_updates=2)
     assert result.report.entries_after == budget * 4
     assert all(torch.isfinite(span.values).all() for span in spans(result.cache))
+
+
+def test_in_blocks_each_has_its_own_training(engine):
+    made = compact(engine, tiny_text(64), LatentCompaction(**SMALL), ratio=4, block=32)
+    facts = made.metadata.reports[-1].training
+    assert [len(each["losses"]["stage 1"]) for each in facts["blocks"]] == [30, 30]
+    assert facts["losses"] == {}
+    assert made.held_positions == 16
