@@ -213,11 +213,14 @@ def _facts(cache: CompactedCache, output: Path) -> dict[str, Any]:
 
 
 def _training_lines(facts: dict[str, Any]) -> list[str]:
-    """Return what to say of a strategy that trained: seconds of each phase, and first and last losses."""
+    """Return what to say of a strategy that trained: each phase in seconds and prefills, first and last losses."""
     training = facts["training"]
     if not training:
         return []
-    phases = ", ".join(f"{name} {taken:.1f} s" for name, taken in facts["seconds"].items() if name != "total")
+    prefill = facts["prefill_seconds"]
+    shares = {name: f" ({taken / prefill:.1f}x)" if prefill else "" for name, taken in facts["seconds"].items()}
+    taken = ((name, seconds) for name, seconds in facts["seconds"].items() if name != "total")
+    phases = ", ".join(f"{name} {seconds:.1f} s{shares[name]}" for name, seconds in taken)
     losses = [f"{stage}: loss {curve[0]:.4g} -> {curve[-1]:.4g}" for stage, curve in training["losses"].items()]
     return [phases, *losses]
 
