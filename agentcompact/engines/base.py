@@ -219,7 +219,7 @@ class Engine(Protocol):
         Returns what predicts each continuation, (tokens, vocabulary) each. Where the cache's spans require gradients
         and gradients are enabled (`GIVES_GRADIENTS`), they flow to the spans' keys, values and biases, and to no weight
         of the model. observer: called with each full layer's index and queries (rows, query_heads, tokens, head_dim);
-        rows are padded on the right.
+        rows are padded on the left.
         """
 
     def gradient_bytes(self, rows: int, tokens: int, entries: float, predicted: int) -> int:

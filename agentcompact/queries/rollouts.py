@@ -131,7 +131,7 @@ def teacher_rollouts(
     order = sorted(range(len(answers)), key=lambda number: answers[number].read)
     for first in range(0, len(order), batch):
         part = order[first : first + batch]
-        gathered.expect([(int(starts[number]), answers[number].read) for number in part])
+        gathered.expect([(int(starts[number]), answers[number]) for number in part])
         turns = [(answers[n].prompt, [*answers[n].tokens, *([PLACEHOLDER] if answers[n].ended else [])]) for n in part]
         for number, logits in zip(part, engine.forced_logits(shared, turns, gathered.take), strict=True):
             items[number] = _rollout(answers[number], logits, top)
@@ -162,14 +162,15 @@ class _QueryPool:
         self._slots = self._rows = self._places = kept[:0]
         self.queries: dict[int, Tensor] = {}
 
-    def expect(self, turns: Sequence[tuple[int, int]]) -> None:
-        """Say which turns the next batch holds: (number of the first position, positions) of each row."""
+    def expect(self, turns: Sequence[tuple[int, Answer]]) -> None:
+        """Say what the next batch holds: the number of the first position, and the answer, of each row."""
         slots, rows, places = [], [], []
-        for row, (start, length) in enumerate(turns):
-            low, high = torch.searchsorted(self._kept, torch.tensor([start, start + length])).tolist()
+        for row, (start, answer) in enumerate(turns):
+            low, high = torch.searchsorted(self._kept, torch.tensor([start, start + answer.read])).tolist()
             slots.append(torch.arange(low, high))
             rows.append(torch.full((high - low,), row))
-            places.append(self._kept[low:high] - start)
+            length = answer.read + int(answer.ended)
+            places.append(self._kept[low:high] - start - length)  # counted from the row's end: it is padded before
         self._slots, self._rows, self._places = (torch.cat(each) for each in (slots, rows, places))
 
     def take(self, layer: int, query: Tensor) -> None:
