@@ -155,6 +155,22 @@ def test_fit_of_ragged_heads_is_that_of_each_head_alone():
             assert torch.allclose(a, b, atol=2e-3)
 
 
+def test_a_head_at_a_time_is_the_padded_call():
+    """What a processor does with ragged heads, and what other devices do, in losses and gradients."""
+    queries, everything, kept = problem((3, 12, 5), full=30, m=20)
+    frozen = [torch.arange(len(head[0])) % 2 == 1 for head in kept]
+    fit = fit_of(queries, everything, kept, frozen)
+    found = []
+    for apart in (True, False):
+        assert fit._apart or not apart
+        fit._apart = apart
+        loss = fit.loss(3)
+        found.append([loss, *torch.autograd.grad(loss.sum(), fit.parameters)])
+    for a, b in zip(*found, strict=True):
+        assert a.shape == b.shape
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_biases_can_be_left_alone():
     queries, everything, kept = problem()
     frozen = [torch.zeros(len(head[0]), dtype=torch.bool) for head in kept]

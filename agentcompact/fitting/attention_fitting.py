@@ -134,6 +134,9 @@ class AttentionFit:
             for part, fill in ((0, 0.0), (1, 0.0), (2, torch.finfo(torch.float32).min / 2))
         )
         self._base = (keys, values, bias)
+        self._entries = list(entries)
+        self._slots = [torch.nonzero(~each.to(device))[:, 0] for each in frozen]
+        self._apart = device.type == "cpu" and len(set(self._lengths)) > 1
         held = torch.nn.utils.rnn.pad_sequence(list(frozen), batch_first=True, padding_value=True)
         self._free = tuple(torch.nonzero(~held.to(device), as_tuple=True))
         if keys.shape[1] != widest:
@@ -153,8 +156,26 @@ class AttentionFit:
             self._targets.mass_scale,
         )
         queries = self._queries[place, :, rows].transpose(1, 2).float()
+        if self._apart:
+            return self._loss_apart(queries, picked)
         keys, values, bias = self._padded()
         return attention_loss(queries, keys, values, bias, picked, self._scaling, match_mass=self._options.match_mass)
+
+    def _loss_apart(self, queries: Tensor, targets: AttentionTargets) -> Tensor:
+        """Return the loss of each head, (heads,), a head at a time: a processor would pay for padding."""
+        parts = [torch.split_with_sizes(free, [len(slots) for slots in self._slots]) for free in self.parameters]
+        losses = []
+        for head, (whole, slots) in enumerate(zip(self._entries, self._slots, strict=True)):
+            keys, values, bias = (
+                base.index_put((slots,), part[head])[None] for base, part in zip(whole, parts, strict=True)
+            )
+            own = slice(head, head + 1)
+            picked = AttentionTargets(
+                targets.output[own], targets.log_normalizer[own], targets.output_scale[own], targets.mass_scale[own]
+            )
+            match = self._options.match_mass
+            losses.append(attention_loss(queries[own], keys, values, bias, picked, self._scaling, match_mass=match))
+        return torch.cat(losses)
 
     def step(self, update: int) -> float:
         """Make one update; return the mean loss of the layers before it."""
