@@ -50,9 +50,8 @@ def compact(
     BudgetError and SettingsError for what cannot be met.
     """
     method = make_strategy(strategy, **settings)
-    if checkpoint is not None and (block is not None or not method.resumable):
-        what = "compaction in blocks" if method.resumable else f"strategy '{method.name}'"
-        raise SettingsError(f"{what} keeps no checkpoints: leave out checkpoint and resume")
+    if checkpoint is not None:
+        _check_resumable(method, block)
     if ratio is None and budget is None:
         ratio = 8.0
     resolve_budget(1, ratio=ratio, budget=budget)
@@ -64,14 +63,8 @@ def compact(
             method, engine, ids, block=block, ratio=ratio, budget=budget, focus=focus, seed=seed, progress=progress
         )
         return _described(cache, form, text, document)
-    cache = prefill_document(
-        engine,
-        text,
-        prompt=prompt,
-        document=document,
-        capture_seed=seed if method.reads_prefill_queries else None,
-        progress=progress,
-    )
+    captured = seed if method.reads_prefill_queries else None
+    cache = prefill_document(engine, text, prompt=prompt, document=document, capture_seed=captured, progress=progress)
     request = CompactionRequest(
         engine=engine,
         cache=cache,
@@ -85,6 +78,13 @@ def compact(
     compacted = method.compact(request).cache
     compacted.captured = None  # up to hundreds of MB; a later compaction captures them again from the token ids
     return compacted
+
+
+def _check_resumable(method: Strategy, block: int | None) -> None:
+    """Raise SettingsError where a compaction keeps no checkpoints."""
+    if block is not None or not method.resumable:
+        what = "compaction in blocks" if method.resumable else f"strategy '{method.name}'"
+        raise SettingsError(f"{what} keeps no checkpoints: leave out checkpoint and resume")
 
 
 def compact_many(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_text, tiny_tokens
 
-from agentcompact import TransformersEngine, register_strategy
+from agentcompact import TransformersEngine, compact, register_strategy
 from agentcompact.errors import SettingsError
 from agentcompact.evaluation import Document, Question, choose_strategies
 from agentcompact.evaluation.document_run import DocumentRun
@@ -16,6 +16,7 @@ from agentcompact.evaluation.report import write_report
 from agentcompact.queries.self_study import Study, self_study_pairs, self_study_turns
 from agentcompact.strategies import CompactionRequest, registry
 from agentcompact.strategies.cartridge import Cartridge
+from agentcompact.strategies.trained import curve
 from agentcompact.strategies.ttt import LatentCompaction
 
 SMALL = {"prompts": 6, "answer_tokens": 6, "keep_rollouts": False, "stage2_updates": 20, "stage2_rate": 3e-3}
@@ -102,3 +103,17 @@ def test_eval_of_all_strategies_leaves_out_those_that_train(registered):
     assert "kvzip" in labels
     assert "ttt" not in labels
     assert [choice.label for choice in choose_strategies(["ttt:preset=init"])] == ["ttt:preset=init"]
+
+
+def test_curves_are_short():
+    assert curve([1.0, 2.0]) == [1.0, 2.0]
+    assert curve([float(number) for number in range(1000)])[:2] == [2.0, 7.0]
+    assert len(curve([0.5] * 1000)) == 200
+
+
+def test_in_blocks_each_has_its_own_training(engine):
+    made = compact(engine, tiny_text(64), Cartridge(**SMALL), ratio=4, block=32)
+    facts = made.metadata.reports[-1].training
+    assert [len(each["losses"]["stage 2"]) for each in facts["blocks"]] == [20, 20]
+    assert facts["losses"] == {}
+    assert made.held_positions == 16

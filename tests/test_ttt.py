@@ -18,7 +18,6 @@ from agentcompact.queries.rollouts import greedy_answers, teacher_rollouts
 from agentcompact.strategies import CompactionRequest
 from agentcompact.strategies.base import Phases
 from agentcompact.strategies.latent_training import Training
-from agentcompact.strategies.trained import curve
 from agentcompact.strategies.ttt import LatentCompaction, reconstruction_scores
 
 SMALL = {"prompts": 10, "answer_tokens": 6, "keep_rollouts": False, "stage1_updates": 30, "stage2_updates": 6}
@@ -238,12 +237,6 @@ def test_report_says_what_was_done(engine):
     assert phases[-1].endswith("0 s left")
 
 
-def test_curves_are_short():
-    assert curve([1.0, 2.0]) == [1.0, 2.0]
-    assert curve([float(number) for number in range(1000)])[:2] == [2.0, 7.0]
-    assert len(curve([0.5] * 1000)) == 200
-
-
 def test_same_seed_same_cache_and_another_seed_another(engine):
     cache = engine.prefill(tiny_tokens(60))
 
@@ -396,11 +389,3 @@ def test_extreme_budgets(engine, budget):
     _, result = compacted(engine, budget=budget, stage1_updates=3, stage2_updates=2)
     assert result.report.entries_after == budget * 4
     assert all(torch.isfinite(span.values).all() for span in spans(result.cache))
-
-
-def test_in_blocks_each_has_its_own_training(engine):
-    made = compact(engine, tiny_text(64), LatentCompaction(**SMALL), ratio=4, block=32)
-    facts = made.metadata.reports[-1].training
-    assert [len(each["losses"]["stage 1"]) for each in facts["blocks"]] == [30, 30]
-    assert facts["losses"] == {}
-    assert made.held_positions == 16

@@ -79,15 +79,8 @@ def command(
       agentcompact compact docs/*.txt -O compacted/ --block 4096
       agentcompact compact manual.txt -o manual.kv --ratio 16 --strategy ttt --resume
     """
-    from agentcompact.errors import BudgetError
-    from agentcompact.settings import resolve_budget
-
     # Everything that can be wrong without a model is checked before one is loaded.
-    if ratio is not None and budget is not None:
-        raise BudgetError("--ratio and --budget exclude each other: give one of them")
-    if ratio is None and budget is None:
-        ratio = 8.0
-    resolve_budget(1, ratio=ratio, budget=budget)
+    ratio = _checked_ratio(ratio, budget)
     texts = [read_document(document) for document in documents]
     targets = _targets(documents, output, output_dir, force)
     settings = parse_settings(pairs)
@@ -112,18 +105,29 @@ def command(
                     engine, text, method, ratio=ratio, budget=budget, document=document.name, progress=work,
                     checkpoint=checkpoint, resume=resume, **options,
                 )  # fmt: skip
-            work.say(f"writing {target}")
-            cache.save(target, overwrite=force)
-            if checkpoint is not None:
-                checkpoint.unlink(missing_ok=True)
+                work.say(f"writing {target}")
+                cache.save(target, overwrite=force)
             written.append(_facts(cache, target))
             for warning in cache.metadata.reports[-1].warnings:
                 warn(warning)
     if as_json:
         print_json(written[0] if len(documents) == 1 else written)
-    else:
-        for facts in written:
-            _print_summary(facts)
+        return
+    for facts in written:
+        _print_summary(facts)
+
+
+def _checked_ratio(ratio: float | None, budget: int | None) -> float | None:
+    """Return the ratio to compact by, None with a budget. Raises BudgetError for both, or for what cannot be met."""
+    from agentcompact.errors import BudgetError
+    from agentcompact.settings import resolve_budget
+
+    if ratio is not None and budget is not None:
+        raise BudgetError("--ratio and --budget exclude each other: give one of them")
+    if ratio is None and budget is None:
+        ratio = 8.0
+    resolve_budget(1, ratio=ratio, budget=budget)
+    return ratio
 
 
 def _targets(
@@ -191,9 +195,11 @@ def _checkpoints(
 
 @contextmanager
 def _kept(checkpoint: Path | None) -> Iterator[None]:
-    """Say what an interruption leaves."""
+    """Remove a checkpoint when the cache is written; say what an interruption leaves."""
     try:
         yield
+        if checkpoint is not None:
+            checkpoint.unlink(missing_ok=True)
     except KeyboardInterrupt:
         if checkpoint is not None and checkpoint.exists():
             click.echo(f"agentcompact: {checkpoint} keeps what was reached: go on with --resume", err=True)
