@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal
 
 from agentcompact.cache import CompactedCache, PromptFormat
 from agentcompact.engines import Engine, Generation, Progress, TransformersEngine, question_ids
-from agentcompact.errors import ContextLengthError, DocumentError
+from agentcompact.errors import ContextLengthError, DocumentError, SettingsError
 from agentcompact.models import LoadedModel
 from agentcompact.settings import SamplingSettings, build_settings, resolve_budget
 from agentcompact.strategies import CompactionRequest, Strategy, compact_in_blocks, make_strategy
@@ -31,6 +32,8 @@ def compact(
     document: str = "",
     block: int | None = None,
     progress: Progress | None = None,
+    checkpoint: str | Path | None = None,
+    resume: bool = False,
     **settings: Any,
 ) -> CompactedCache:
     """Prefill a text and compact its cache.
@@ -39,13 +42,16 @@ def compact(
     the text into the model's chat template, so that questions are asked as a user's; "raw" asks them after the plain
     text; "auto" is chat where the model has a template, but raw for the embedded model, which answers better so.
     document: a name kept in the metadata. block: tokens that are prefilled and compacted at a time, so that memory
-    grows with the block and what is kept, not with the text; all at once by default. settings: the strategy's own. The
-    report is the last of `cache.metadata.reports`.
+    grows with the block and what is kept, not with the text; all at once by default. checkpoint: a file in which a
+    resumable strategy (`ttt`) keeps what it has reached; it stays until you remove it. resume: go on from it if it is
+    there. settings: the strategy's own. The report is the last of `cache.metadata.reports`.
 
     Raises DocumentError for an empty text, ContextLengthError for one that is longer than the model's context,
     BudgetError and SettingsError for what cannot be met.
     """
     method = make_strategy(strategy, **settings)
+    if checkpoint is not None:
+        _check_resumable(method, block)
     if ratio is None and budget is None:
         ratio = 8.0
     resolve_budget(1, ratio=ratio, budget=budget)
@@ -57,14 +63,8 @@ def compact(
             method, engine, ids, block=block, ratio=ratio, budget=budget, focus=focus, seed=seed, progress=progress
         )
         return _described(cache, form, text, document)
-    cache = prefill_document(
-        engine,
-        text,
-        prompt=prompt,
-        document=document,
-        capture_seed=seed if method.reads_prefill_queries else None,
-        progress=progress,
-    )
+    captured = seed if method.reads_prefill_queries else None
+    cache = prefill_document(engine, text, prompt=prompt, document=document, capture_seed=captured, progress=progress)
     request = CompactionRequest(
         engine=engine,
         cache=cache,
@@ -72,10 +72,19 @@ def compact(
         focus=focus,
         seed=seed,
         progress=progress,
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+        resume=resume,
     )
     compacted = method.compact(request).cache
     compacted.captured = None  # up to hundreds of MB; a later compaction captures them again from the token ids
     return compacted
+
+
+def _check_resumable(method: Strategy, block: int | None) -> None:
+    """Raise SettingsError where a compaction keeps no checkpoints."""
+    if block is not None or not method.resumable:
+        what = "compaction in blocks" if method.resumable else f"strategy '{method.name}'"
+        raise SettingsError(f"{what} keeps no checkpoints: leave out checkpoint and resume")
 
 
 def compact_many(
@@ -95,6 +104,8 @@ def compact_many(
     names = list(documents) or [""] * len(texts)
     if len(names) != len(texts):
         raise DocumentError(f"{len(texts)} texts have {len(names)} names: give one for each")
+    if options.get("checkpoint") is not None and len(texts) > 1:
+        raise SettingsError("several texts cannot share one checkpoint: compact them one by one")
     engine = as_engine(model)
     for number, text in enumerate(texts, start=1):
         _check_text(text, f"document {number}")

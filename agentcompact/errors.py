@@ -59,6 +59,10 @@ class CapabilityError(InputError):
     """A strategy that needs something the engine cannot give."""
 
 
+class MemoryLimitError(InputError):
+    """Work that needs more memory than there is."""
+
+
 class EvaluationError(AgentCompactError):
     """Cells of an evaluation that failed; what could be measured is kept."""
 

@@ -25,8 +25,12 @@ from agentcompact.errors import BudgetError, CapabilityError, SettingsError
 from agentcompact.strategies import registry
 
 BUILT_IN = ("high_attn", "none", "streaming_llm", "two_pass")
-KEEPING = [name for name in strategy_names() if not registry.strategy_class(name).rewrites]
-"""Strategies that keep entries of the text; the others are tested in files of their own."""
+KEEPING = [
+    name
+    for name in strategy_names()
+    if not registry.strategy_class(name).rewrites and not registry.strategy_class(name).trains
+]
+"""Strategies that keep entries of the text as they are; the others are tested in files of their own."""
 UNIFORM = [name for name in KEEPING if getattr(make_strategy(name).settings, "budgets", "uniform") == "uniform"]
 TENSORS = ("keys", "values", "bias", "positions")
 

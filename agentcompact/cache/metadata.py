@@ -49,6 +49,8 @@ class Report(BaseModel):
     """Parts that the span was compacted in, one after another."""
     summary: str = ""
     """The text that a strategy wrote in place of the span, for one that does."""
+    training: dict[str, Any] = Field(default_factory=dict)
+    """Of a strategy that trains: its schedule, losses by stage, seconds per update, and memory."""
 
     @property
     def ratio(self) -> float:

@@ -222,3 +222,23 @@ class Engine(Protocol):
 
     def next_token_logits(self, cache: CompactedCache, token_ids: Sequence[int]) -> Tensor:
         """Append token ids to a cache of one sequence and return the logits (n, vocabulary) behind each."""
+
+    def forced_logits(
+        self,
+        cache: CompactedCache,
+        turns: Sequence[tuple[Sequence[int], Sequence[int]]],
+        observer: Callable[[int, Tensor], None] | None = None,
+    ) -> list[Tensor]:
+        """Read (prompt, continuation) pairs behind a cache, which stays as it is, in one batch.
+
+        Returns what predicts each continuation, (tokens, vocabulary) each. Where the cache's spans require gradients
+        and gradients are enabled (`GIVES_GRADIENTS`), they flow to the spans' keys, values and biases, and to no weight
+        of the model. observer: called with each full layer's index and queries (rows, query_heads, tokens, head_dim);
+        rows are padded on the left.
+        """
+
+    def gradient_bytes(self, rows: int, tokens: int, entries: float, predicted: int) -> int:
+        """Estimate the bytes that `forced_logits` with gradients holds: rows of so many tokens over so many entries.
+
+        predicted: positions whose logits are made.
+        """

@@ -31,6 +31,7 @@ from agentcompact.engines.base import (
     Progress,
     TokenConstraint,
 )
+from agentcompact.engines.forced import ForcedReading
 from agentcompact.engines.projections import InputNorms, OutputProjections
 from agentcompact.engines.prompt_batch import PromptBatch, padded_rows
 from agentcompact.engines.rotary import Rotary
@@ -41,7 +42,7 @@ from agentcompact.models.support import attention_modules
 from agentcompact.settings import EngineSettings, SamplingSettings
 
 
-class TransformersEngine:
+class TransformersEngine(ForcedReading):
     """Runs a loaded model over caches. It sets the model's attention implementation to ours, once."""
 
     capabilities = frozenset(

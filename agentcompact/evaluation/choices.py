@@ -13,7 +13,7 @@ from typing import Any
 from agentcompact.errors import SettingsError
 from agentcompact.evaluation.results import FULL, NO_CONTEXT
 from agentcompact.settings import read_value
-from agentcompact.strategies import Strategy, make_strategy, strategy_names
+from agentcompact.strategies import Strategy, make_strategy, strategy_class, strategy_names
 
 ALL = "all"
 
@@ -31,7 +31,9 @@ class StrategyChoice:
 
 
 def choose_strategies(words: Sequence[str]) -> list[StrategyChoice]:
-    """Return the strategies that words name, each once; "all" is every one but `none`, which is the full cache.
+    """Return the strategies that words name, each once.
+
+    "all" is every one but `none`, which is the full cache, and those that train, which may take hours: name them.
 
     Raises SettingsError for a strategy, a setting or a value that does not exist.
     """
@@ -71,4 +73,4 @@ def _written(value: object) -> str:
 
 
 def _all_names() -> list[str]:
-    return [name for name in strategy_names() if name != "none"]
+    return [name for name in strategy_names() if name != "none" and not strategy_class(name).trains]

@@ -241,5 +241,6 @@ def _cost(report: Report) -> dict[str, Any]:
     return {
         "compaction_seconds": report.seconds["total"],
         "compaction_tokens": report.compaction_tokens,
+        "training": report.training,
         "warnings": report.warnings,
     }

@@ -46,6 +46,7 @@ class CellResult(BaseModel):
     tokens that stay the likeliest. output_error: relative error of attention outputs on the questions' queries;
     mass_error, log_mass_error: mean relative and mean absolute logarithmic error of the attention mass. overlap:
     the share of the kept entries that full-attention selection keeps too; None where keys are no originals.
+    training: what the report of a strategy that trains says of it, its losses among it.
     entries_per_head: per compacted layer and KV head. held_positions: average entries per layer and head.
     """
 
@@ -81,6 +82,7 @@ class CellResult(BaseModel):
     prefill_seconds: float | None = None
     compaction_seconds: float | None = None
     compaction_tokens: int | None = None
+    training: dict[str, Any] = Field(default_factory=dict)
     decode_tokens_per_second: float | None = None
     versions: dict[str, str] = Field(default_factory=dict)
 

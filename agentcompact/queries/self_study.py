@@ -62,6 +62,17 @@ def self_study_turns(
     study: Study = DEFAULT_STUDY,
 ) -> list[list[int]]:
     """Return the token ids of the model's requests and answers, as `self_study_queries` reads them."""
+    return [[*prompt, *answer] for prompt, answer in self_study_pairs(engine, cache, seed, progress, study)]
+
+
+def self_study_pairs(
+    engine: Engine,
+    cache: CompactedCache,
+    seed: int,
+    progress: Progress | None = None,
+    study: Study = DEFAULT_STUDY,
+) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of each request, or question that the model asked itself, and of its answer."""
     if CAPTURES_QUERIES not in engine.capabilities:
         raise CapabilityError("self-study needs reference queries, and the engine cannot capture any")
     if study.prompts < 1:
@@ -85,8 +96,8 @@ def _study(
     requests: Sequence[tuple[StudyPrompt, list[int]]],
     sampling: SamplingSettings,
     progress: Progress | None,
-) -> list[list[int]]:
-    """Answer the requests, then the questions among the answers; return each prompt with its answer behind it."""
+) -> list[tuple[list[int], list[int]]]:
+    """Answer the requests, then the questions among the answers; return each prompt and its answer."""
     shared = cache.fork(batch_size=1)
     answers = _answers(engine, shared, [ids for _, ids in requests], sampling, progress)
     pairs = zip(requests, answers, strict=True)
@@ -95,7 +106,7 @@ def _study(
     questions = _that_fit(engine, cache, questions, sampling.max_new_tokens)
     replies = _answers(engine, shared, questions, sampling, progress)
     before = [*(ids for _, ids in requests), *questions]
-    return [[*ids, *after] for ids, (_, after) in zip(before, [*answers, *replies], strict=True)]
+    return [(ids, after) for ids, (_, after) in zip(before, [*answers, *replies], strict=True)]
 
 
 def _request_ids(engine: Engine, form: PromptFormat, prompt: StudyPrompt) -> list[int]:

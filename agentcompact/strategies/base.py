@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -30,7 +31,8 @@ class CompactionRequest:
 
     engine, cache: the model and the cache, of one sequence. budget: entries per layer and KV head, on average.
     start, stop: the span in token positions, the whole cache by default. focus: what the compaction should care
-    about, for strategies that take instructions. seed: of every random choice.
+    about, for strategies that take instructions. seed: of every random choice. checkpoint: a file in which a
+    `resumable` strategy keeps what it has reached, if one is named; resume: whether to go on from it if it is there.
     """
 
     engine: Engine
@@ -41,6 +43,8 @@ class CompactionRequest:
     focus: str | None = None
     seed: int = 0
     progress: Progress | None = None
+    checkpoint: Path | None = None
+    resume: bool = False
 
     @property
     def end(self) -> int:
@@ -90,6 +94,10 @@ class Strategy(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     rewrites: ClassVar[bool] = False
     """Whether it writes a text of its own, so that positions begin anew instead of going on."""
+    trains: ClassVar[bool] = False
+    """Whether it trains entries, so that they are no originals and a compaction may take hours."""
+    resumable: ClassVar[bool] = False
+    """Whether it keeps a request's checkpoint and can go on from it."""
 
     def __init__(self, /, **settings: Any) -> None:
         """Raises SettingsError for a setting or a value that does not exist."""

@@ -65,6 +65,7 @@ def compact_in_blocks(
 def joined_report(reports: Sequence[Report]) -> Report:
     """Return one report for blocks that were compacted one after another."""
     first = reports[0]
+    trained = [report.training for report in reports if report.training]
     seconds: dict[str, float] = {}
     for report in reports:
         for phase, taken in report.seconds.items():
@@ -75,6 +76,7 @@ def joined_report(reports: Sequence[Report]) -> Report:
             **{name: sum(getattr(report, name) for report in reports) for name in summed},
             "seconds": seconds,
             "warnings": list(dict.fromkeys(warning for report in reports for warning in report.warnings)),
+            "training": {"losses": {}, "blocks": trained} if len(trained) > 1 else first.training,
             "blocks": len(reports),
         }
     )

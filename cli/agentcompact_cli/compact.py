@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from agentcompact_cli.options import ModelChoice, model_options, output_options,
 
 if TYPE_CHECKING:
     from agentcompact import CompactedCache
+    from agentcompact.strategies import Strategy
 
 
 @click.command(name="compact")
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of every random choice.")
 @click.option("--force", "-f", is_flag=True, help="Replace the output file if it exists.")
+@click.option("--resume", is_flag=True, help="Go on from the checkpoint that an interrupted compaction left.")
 @model_options
 @output_options
 def command(
@@ -60,6 +64,7 @@ def command(
     strategy: str,
     pairs: tuple[str, ...],
     force: bool,
+    resume: bool,
     choice: ModelChoice,
     quiet: bool,
     as_json: bool,
@@ -72,16 +77,10 @@ def command(
       agentcompact compact book.txt -o book.kv --ratio 8
       agentcompact compact book.txt --budget 256 --strategy two_pass --set shortlist=3 --model ./my-model
       agentcompact compact docs/*.txt -O compacted/ --block 4096
+      agentcompact compact manual.txt -o manual.kv --ratio 16 --strategy ttt --resume
     """
-    from agentcompact.errors import BudgetError
-    from agentcompact.settings import resolve_budget
-
     # Everything that can be wrong without a model is checked before one is loaded.
-    if ratio is not None and budget is not None:
-        raise BudgetError("--ratio and --budget exclude each other: give one of them")
-    if ratio is None and budget is None:
-        ratio = 8.0
-    resolve_budget(1, ratio=ratio, budget=budget)
+    ratio = _checked_ratio(ratio, budget)
     texts = [read_document(document) for document in documents]
     targets = _targets(documents, output, output_dir, force)
     settings = parse_settings(pairs)
@@ -92,27 +91,43 @@ def command(
         from agentcompact.engines import TransformersEngine
 
         method = make_strategy(strategy, **settings)
+        checkpoints = _checkpoints(targets, method, options["block"], resume=resume, force=force)
         if any(target is not None for target in targets):
             engine = TransformersEngine(choice.load("smollm2", work.say))
-        for document, text, target in zip(documents, texts, targets, strict=True):
+        for document, text, target, checkpoint in zip(documents, texts, targets, checkpoints, strict=True):
             if target is None:
                 work.say(f"{document}: there already")
                 continue
             if len(documents) > 1:
                 work.say(f"{document}")
-            cache = compact(
-                engine, text, method, ratio=ratio, budget=budget, document=document.name, progress=work, **options
-            )
-            work.say(f"writing {target}")
-            cache.save(target, overwrite=force)
+            with _kept(checkpoint):
+                cache = compact(
+                    engine, text, method, ratio=ratio, budget=budget, document=document.name, progress=work,
+                    checkpoint=checkpoint, resume=resume, **options,
+                )  # fmt: skip
+                work.say(f"writing {target}")
+                cache.save(target, overwrite=force)
             written.append(_facts(cache, target))
             for warning in cache.metadata.reports[-1].warnings:
                 warn(warning)
     if as_json:
         print_json(written[0] if len(documents) == 1 else written)
-    else:
-        for facts in written:
-            _print_summary(facts)
+        return
+    for facts in written:
+        _print_summary(facts)
+
+
+def _checked_ratio(ratio: float | None, budget: int | None) -> float | None:
+    """Return the ratio to compact by, None with a budget. Raises BudgetError for both, or for what cannot be met."""
+    from agentcompact.errors import BudgetError
+    from agentcompact.settings import resolve_budget
+
+    if ratio is not None and budget is not None:
+        raise BudgetError("--ratio and --budget exclude each other: give one of them")
+    if ratio is None and budget is None:
+        ratio = 8.0
+    resolve_budget(1, ratio=ratio, budget=budget)
+    return ratio
 
 
 def _targets(
@@ -152,6 +167,45 @@ def _targets(
     return wanted
 
 
+def _checkpoints(
+    targets: list[Path | None], method: Strategy, block: int | None, *, resume: bool, force: bool
+) -> list[Path | None]:
+    """Return where each document's compaction keeps what it has reached, None where it keeps nothing.
+
+    With --force an old checkpoint is removed, unless --resume asks for it. Raises SettingsError where nothing can be
+    resumed, CacheFileError for an interrupted compaction that is not to be gone on with.
+    """
+    from agentcompact.errors import CacheFileError, SettingsError
+
+    if not method.resumable or block is not None:
+        if resume:
+            what = "compaction in blocks" if method.resumable else f"strategy '{method.name}'"
+            raise SettingsError(f"{what} keeps no checkpoints: leave out --resume")
+        return [None] * len(targets)
+    checkpoints = [None if target is None else target.with_name(f"{target.name}.checkpoint") for target in targets]
+    for each in checkpoints:
+        if each is not None and each.exists() and not resume:
+            if not force:
+                raise CacheFileError(
+                    f"{each} holds an interrupted compaction: add --resume to go on, or --force to begin again"
+                )
+            each.unlink()
+    return checkpoints
+
+
+@contextmanager
+def _kept(checkpoint: Path | None) -> Iterator[None]:
+    """Remove a checkpoint when the cache is written; say what an interruption leaves."""
+    try:
+        yield
+        if checkpoint is not None:
+            checkpoint.unlink(missing_ok=True)
+    except KeyboardInterrupt:
+        if checkpoint is not None and checkpoint.exists():
+            click.echo(f"agentcompact: {checkpoint} keeps what was reached: go on with --resume", err=True)
+        raise
+
+
 def _facts(cache: CompactedCache, output: Path) -> dict[str, Any]:
     report = cache.metadata.reports[-1]
     return {
@@ -162,6 +216,19 @@ def _facts(cache: CompactedCache, output: Path) -> dict[str, Any]:
         "ratio": report.ratio,
         **report.model_dump(mode="json"),
     }
+
+
+def _training_lines(facts: dict[str, Any]) -> list[str]:
+    """Return what to say of a strategy that trained: each phase in seconds and prefills, first and last losses."""
+    training = facts["training"]
+    if not training:
+        return []
+    prefill = facts["prefill_seconds"]
+    shares = {name: f" ({taken / prefill:.1f}x)" if prefill else "" for name, taken in facts["seconds"].items()}
+    taken = ((name, seconds) for name, seconds in facts["seconds"].items() if name != "total")
+    phases = ", ".join(f"{name} {seconds:.1f} s{shares[name]}" for name, seconds in taken)
+    losses = [f"{stage}: loss {curve[0]:.4g} -> {curve[-1]:.4g}" for stage, curve in training["losses"].items()]
+    return [phases, *losses]
 
 
 def _print_summary(facts: dict[str, Any]) -> None:
@@ -175,4 +242,6 @@ def _print_summary(facts: dict[str, Any]) -> None:
         f"({facts['ratio']:.1f}x), {size(facts['bytes_before'])} -> {size(facts['bytes_after'])}"
     )
     out.print(f"  prefill {prefill:.1f} s, {facts['strategy']} {seconds:.1f} s{share}")
+    for line in _training_lines(facts):
+        out.print(f"  {line}")
     click.echo(f'  ask it: agentcompact ask {quote(facts["output"])} "..."')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,13 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from agentcompact.durations import duration
+
+DETAIL = " · "
+"""What follows this in the name of a phase changes while it lasts: its loss, the time left."""
+DETAIL_SECONDS = 30.0
+"""Where there is no terminal, a phase's detail is written at most this often."""
+
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
@@ -31,6 +39,7 @@ class Work:
         self._quiet = quiet
         self._task: TaskID | None = None
         self._phase = ""
+        self._told = 0.0
 
     def say(self, message: str) -> None:
         """Name what is being done, without a measure."""
@@ -38,13 +47,17 @@ class Work:
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         """Report progress of a phase; the interface of `agentcompact.engines.Progress`."""
-        if phase != self._phase:
-            self._begin(phase, total)
+        name, _, detail = phase.partition(DETAIL)
+        if name != self._phase:
+            self._begin(name, total)
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=done, total=total)
+            self._progress.update(self._task, completed=done, total=total, description=phase)
+        elif detail and not self._quiet and (done == total or time.monotonic() - self._told > DETAIL_SECONDS):
+            self._told = time.monotonic()
+            click.echo(f"{name} {done:,}/{total:,}: {detail}", err=True)
 
     def _begin(self, phase: str, total: int | None) -> None:
-        self._phase = phase
+        self._phase, self._told = phase, time.monotonic()
         if self._progress is not None:
             self.finish()
             self._task = self._progress.add_task(phase, total=total)
@@ -112,14 +125,6 @@ def evaluating(quiet: bool) -> Iterator[Callable[[int, int, str, float], None]]:
 
 def _say_nothing(*_: Any) -> None:
     """Show no step."""
-
-
-def duration(seconds: float) -> str:
-    """Write a time for people: 45 s, 3 min, 2 h 10 min."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def print_json(data: Any) -> None:

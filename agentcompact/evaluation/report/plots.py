@@ -22,6 +22,7 @@ from agentcompact.evaluation.report.drawing import (
     new_figure,
     settle,
 )
+from agentcompact.evaluation.report.loss_plot import loss_figure
 from agentcompact.evaluation.results import FULL, NO_CONTEXT
 from agentcompact.evaluation.summary import SummaryRow
 
@@ -284,10 +285,15 @@ def _budget_figure(section: Section, content: Content, palette: dict[str, int]) 
     return budget_figure(section, content.cells, palette)
 
 
+def _loss_figure(section: Section, content: Content, palette: dict[str, int]) -> tuple[str, Figure] | None:
+    return loss_figure(section, content.cells, palette)
+
+
 Draw = Callable[[Section, Content, "dict[str, int]"], "tuple[str, Figure] | None"]
 FIGURES: tuple[tuple[str, Draw], ...] = (
     ("ratio", _ratio_figure),
     ("time", _time_figure),
     ("rounds", _rounds_figure),
     ("budgets", _budget_figure),
+    ("losses", _loss_figure),
 )
