@@ -442,3 +442,13 @@ def test_progress_in_a_terminal(folder, book, tmp_path):
         os.close(master)
     for phase in ("prefill", "attention_matching: scores", "writing"):
         assert phase in text
+
+
+def test_a_focus_that_changes_nothing_is_told(run, book, folder):
+    code, _, err = run("compact", book, "-m", folder, "-s", "two_pass", "--focus", "the harbour", "-o", "a.kv")
+    assert code == 0
+    assert "the focus changed nothing" in " ".join(err.split())
+    study = ("--set", "queries=self_study", "--set", "study_prompts=2", "--set", "study_tokens=2")
+    code, _, err = run("compact", book, "-m", folder, *study, "--focus", "the harbour", "-o", "b.kv")
+    assert code == 0
+    assert "focus" not in err

@@ -17,7 +17,8 @@ from agentcompact.fitting.attention_fitting import (
     FitOptions,
     attention_loss,
     attention_targets,
-    sample_positions,
+    sample_rows,
+    seeded,
 )
 from agentcompact.fitting.distillation import full_divergence, grouped_divergence, next_token_loss, rollout_loss
 
@@ -110,7 +111,7 @@ def test_scales_are_floored():
 
 def fit_of(queries, everything, kept, frozen, updates=40, **options):
     queries = queries.float()
-    samples = torch.stack([sample_positions(1, 0, updates, 4, queries.shape[2])] * len(kept), dim=1)
+    samples = torch.stack([sample_rows(seeded(1, 0), updates, 4, queries.shape[2])] * len(kept), dim=1)
     return AttentionFit(
         queries,
         attention_targets(queries, everything, SCALING),
@@ -209,11 +210,20 @@ def test_moments_of_something_else_are_refused():
 
 
 def test_samples_depend_on_seed_and_layer_alone():
-    a = sample_positions(3, 1, 50, 128, 1000)
+    a = sample_rows(seeded(3, 1), 50, 128, 1000)
     assert a.shape == (50, 128)
-    assert torch.equal(a, sample_positions(3, 1, 50, 128, 1000))
-    assert not torch.equal(a, sample_positions(3, 2, 50, 128, 1000))
-    assert sample_positions(3, 1, 5, 128, 10).shape == (5, 10)
+    assert torch.equal(a, sample_rows(seeded(3, 1), 50, 128, 1000))
+    assert not torch.equal(a, sample_rows(seeded(3, 2), 50, 128, 1000))
+
+
+@pytest.mark.parametrize(("share", "apart"), [(0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)])
+def test_recited_rows_are_drawn_in_their_share(share, apart):
+    drawn = sample_rows(seeded(3, 1), 400, 8, 100, last=30, share=share)
+    assert drawn.shape == (400, 8)
+    assert ((drawn >= 70).sum(dim=1) == apart).all()
+    assert drawn.min() == (0 if share < 1 else 70)
+    assert drawn.max() == (99 if share else 69)
+    assert sample_rows(seeded(3, 1), 5, 8, 100, last=0, share=share).shape == (5, 8)
 
 
 def plain_grouped(logits, ids, teacher):

@@ -14,7 +14,8 @@ from agentcompact import TransformersEngine, wrap_model
 from agentcompact.errors import ContextLengthError, DocumentError, SettingsError
 from agentcompact.queries.rollout_prompts import read_prompt_bank
 from agentcompact.queries.rollout_store import RolloutStore, rollout_key
-from agentcompact.queries.rollouts import evenly_spaced, greedy_answers, teacher_rollouts
+from agentcompact.queries.recitation import recitations
+from agentcompact.queries.rollouts import Rollouts, evenly_spaced, greedy_answers, teacher_rollouts
 
 PROMPTS = [tiny_tokens(length, seed=length) for length in (5, 9, 3, 7, 9)]
 
@@ -93,6 +94,26 @@ def test_evenly_spaced(total, most):
         assert rows[-1] == total - 1
         steps = {b - a for a, b in itertools.pairwise(rows)}
         assert max(steps) - min(steps) <= 1
+
+
+def test_recitations_repeat_the_span_and_follow_the_answers():
+    engine = double_engine("llama")
+    cache = engine.prefill(tiny_tokens(50))
+    made = recitations(engine, cache, 10, 47, length=15)
+    assert [len(each.tokens) for each in made] == [15, 15, 7]
+    assert [token for each in made for token in each.tokens] == cache.token_ids[10:47]
+    assert not any(each.ended for each in made)
+    answers = teacher_rollouts(engine, cache, greedy_answers(engine, cache, PROMPTS, 5, 3))
+    recited = teacher_rollouts(engine, cache, made, pool=20)
+    both = answers.joined(recited)
+    assert both.items == [*answers.items, *recited.items]
+    assert (both.recited, both.recited_positions) == (3, 20)
+    for layer, queries in both.queries.items():
+        assert torch.equal(queries[:, -20:], recited.queries[layer])
+        assert torch.equal(queries[:, :-20], answers.queries[layer])
+    expected = engine.next_token_logits(cache.fork(), [*made[1].prompt, *made[1].tokens])[len(made[1].prompt) - 1 : -1]
+    assert torch.equal(recited.items[1].top_ids[:, 0], expected.argmax(dim=1))
+    assert answers.joined(Rollouts([], {})) is answers
 
 
 def test_forced_logits_are_those_of_next_token_logits():

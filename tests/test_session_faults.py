@@ -316,3 +316,13 @@ def test_a_full_disk_does_not_end_a_conversation(monkeypatch):
 def test_a_trigger_below_the_margin_is_refused():
     with pytest.raises(SettingsError, match="above the margin"):
         read_policy(trigger="50%", margin=0.6)
+
+
+@pytest.mark.parametrize("policy", [{"strategy": "ttt"}, {"second_strategy": "cartridge"}])
+def test_a_strategy_that_trains_is_refused_before_the_first_turn(engine, policy):
+    with pytest.raises(SettingsError, match="trains for minutes or hours"):
+        opened(engine, **policy)
+    made = opened(engine)
+    with pytest.raises(SettingsError, match="trains for minutes or hours"):
+        made.configure(**policy)
+    assert made.policy.strategy == "two_pass"

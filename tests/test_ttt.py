@@ -17,6 +17,8 @@ from agentcompact.fitting.attention_statistics import attention_statistics
 from agentcompact.queries.rollouts import greedy_answers, teacher_rollouts
 from agentcompact.strategies import CompactionRequest
 from agentcompact.strategies.base import Phases
+from agentcompact.strategies.kvzip import KVzip
+from agentcompact.strategies.kvzip_plus import KVzipPlus
 from agentcompact.strategies.latent_training import Training
 from agentcompact.strategies.ttt import LatentCompaction, reconstruction_scores
 
@@ -389,3 +391,37 @@ def test_extreme_budgets(engine, budget):
     _, result = compacted(engine, budget=budget, stage1_updates=3, stage2_updates=2)
     assert result.report.entries_after == budget * 4
     assert all(torch.isfinite(span.values).all() for span in spans(result.cache))
+
+
+def test_recitations_have_their_share_of_training(engine):
+    _, made = compacted(engine, recitation=0.5, stage2_updates=20)
+    facts = made.report.training
+    assert (facts["prompts"], facts["recitations"]) == (10, 1)
+    assert sum(facts["losses"]["stage 1"][-10:]) < sum(facts["losses"]["stage 1"][:10])
+    _, alone = compacted(engine, recitation=1.0)
+    _, plain = compacted(engine, recitation=0.0)
+    kept = [torch.cat([span.keys for span in spans(each.cache)]) for each in (made, alone, plain)]
+    assert not torch.equal(kept[0], kept[1])
+    assert not torch.equal(kept[1], kept[2])
+
+
+def test_preservers_by_the_score_that_was_asked_for(engine):
+    full, made = compacted(engine, stage1_updates=0, stage2_updates=0, preserver_score="kvzip")
+    request = CompactionRequest(engine, full, 12)
+    source = [full.source(index, 0, 60) for index, _ in full.full_layers]
+    best = {}
+    for scorer in (KVzip(), KVzipPlus()):
+        scores = reconstruction_scores(request, source, scorer)
+        ranked = sorted(
+            ((float(score), layer, head, row + 1) for layer, heads in enumerate(scores)
+             for head, each in enumerate(heads) for row, score in enumerate(each[1:])), reverse=True,
+        )  # fmt: skip
+        best[scorer.name] = {(layer, head, row) for _, layer, head, row in ranked[:36]}
+    kept = {
+        (layer, head, int(position))
+        for layer, span in enumerate(spans(made.cache))
+        for head, (*_, positions) in enumerate(span)
+        for position in positions
+    }
+    assert best["kvzip"] <= kept
+    assert not best["kvzip_plus"] <= kept

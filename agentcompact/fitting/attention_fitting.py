@@ -204,7 +204,22 @@ class AttentionFit:
         return keys, values, bias
 
 
-def sample_positions(seed: int, layer: int, updates: int, count: int, positions: int) -> Tensor:
-    """Return the query positions of each update of a layer, (updates, min(count, positions)), with replacement."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + layer) % 2**63)
-    return torch.randint(positions, (updates, min(count, positions)), generator=generator)
+def sample_rows(
+    generator: torch.Generator, updates: int, count: int, rows: int, last: int = 0, share: float = 0.0
+) -> Tensor:
+    """Return which of `rows` rows each update takes, with replacement: (updates, count) int64.
+
+    last: rows at the end that are drawn apart from the others: `share` of each update's, rounded, where there are any.
+    """
+    apart = min(count, round(count * share)) if last else 0
+    drawn = []
+    if count > apart:
+        drawn.append(torch.randint(rows - last, (updates, count - apart), generator=generator))
+    if apart:
+        drawn.append(torch.randint(rows - last, rows, (updates, apart), generator=generator))
+    return torch.cat(drawn, dim=1)
+
+
+def seeded(seed: int, number: int) -> torch.Generator:
+    """Return the generator of a seed for one of several draws."""
+    return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)

@@ -28,6 +28,16 @@ def repeat_prefill_queries(
 def repeat_turns(engine: Engine, cache: CompactedCache, start: int, stop: int) -> list[list[int]]:
     """Return the turns that ask for the tokens [start, stop), chunk by chunk, and answer with them.
 
+    Raises what `repeat_requests` raises.
+    """
+    return [[*request, *part] for request, part in repeat_requests(engine, cache, start, stop)]
+
+
+def repeat_requests(
+    engine: Engine, cache: CompactedCache, start: int, stop: int, most: int = CHUNK
+) -> list[tuple[list[int], list[int]]]:
+    """Return what asks for each chunk of the tokens [start, stop), and the chunk: at most `most` token ids.
+
     Raises ContextLengthError where the model's context has no room behind the cache, CacheError where the token ids
     are not known, CapabilityError where the engine captures nothing.
     """
@@ -37,8 +47,8 @@ def repeat_turns(engine: Engine, cache: CompactedCache, start: int, stop: int) -
         raise CacheError("repeat-prefill needs the cache's token ids, and they are not known: prefill the text again")
     room = engine.geometry.max_positions - cache.next_position
     request = question_ids(engine, cache.metadata.prompt, "Repeat the text above, word for word.")
-    chunk = min(CHUNK, room - len(request) - 2 * OPENING)
-    if chunk < min(SMALLEST_CHUNK, stop - start):
+    chunk = min(most, room - len(request) - 2 * OPENING)
+    if chunk < min(SMALLEST_CHUNK, most, stop - start):
         raise ContextLengthError(
             f"repeat-prefill needs room behind the {cache.next_position:,} tokens in the model's context of "
             f"{engine.geometry.max_positions:,}: use queries=context_prefill, or a model with a longer context"
@@ -50,5 +60,5 @@ def repeat_turns(engine: Engine, cache: CompactedCache, start: int, stop: int) -
             opening = engine.decode_text(part[:OPENING])
             asked = f'Repeat the text above, word for word, from "{opening}" on.'
             request = question_ids(engine, cache.metadata.prompt, asked)
-        turns.append([*request, *part])
+        turns.append((request, part))
     return turns

@@ -64,14 +64,27 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """All rollouts of a document. queries: by full layer, (query_heads, positions, head_dim), a sample of positions."""
+    """All rollouts of a document. queries: by full layer, (query_heads, positions, head_dim), a sample of positions.
+
+    recited, recited_positions: how many items, and query positions of a layer, at the end are of recitations.
+    """
 
     items: list[Rollout]
     queries: dict[int, Tensor]
+    recited: int = 0
+    recited_positions: int = 0
 
     @property
     def query_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.queries.values())
+
+    def joined(self, recitations: Rollouts) -> Rollouts:
+        """Return these rollouts and, behind them, some in which the text itself is repeated."""
+        if not recitations.items:
+            return self
+        queries = {layer: torch.cat([own, recitations.queries[layer]], dim=1) for layer, own in self.queries.items()}
+        positions = next((tensor.shape[1] for tensor in recitations.queries.values()), 0)
+        return Rollouts([*self.items, *recitations.items], queries, len(recitations.items), positions)
 
 
 def greedy_answers(

@@ -11,7 +11,7 @@ from typing import Any
 from agentcompact.api import as_engine, library_version
 from agentcompact.cache import CompactedCache
 from agentcompact.engines import Engine, Progress
-from agentcompact.errors import InputError
+from agentcompact.errors import InputError, SettingsError
 from agentcompact.models import LoadedModel
 from agentcompact.session.compaction import CompactionReport
 from agentcompact.session.context import Item, ReplyTokens
@@ -252,9 +252,16 @@ class Session:
 
     def check_strategy(self, policy: SessionPolicy) -> None:
         """Raise what is wrong with the policy's strategies before they are needed."""
-        make_strategy(policy.strategy, **policy.settings).check_engine(self.engine)
+        methods = [make_strategy(policy.strategy, **policy.settings)]
         if policy.second_strategy is not None:
-            make_strategy(policy.second_strategy).check_engine(self.engine)
+            methods.append(make_strategy(policy.second_strategy))
+        for method in methods:
+            method.check_engine(self.engine)
+            if method.trains:
+                raise SettingsError(
+                    f"strategy '{method.name}' trains for minutes or hours, once per document: a conversation would "
+                    "wait for it at each compaction. Use it with `agentcompact compact`, and another one here"
+                )
 
     @property
     def reports(self) -> list[CompactionReport]:

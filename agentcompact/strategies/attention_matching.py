@@ -157,6 +157,10 @@ class AttentionMatching(Strategy):
             self._study(request),
         )
 
+    @property
+    def takes_focus(self) -> bool:
+        return "self_study" in self.settings.query_kinds
+
     def _study(self, request: CompactionRequest) -> Study:
         return Study(self.settings.study_prompts, self.settings.study_tokens, focus=request.focus)
 

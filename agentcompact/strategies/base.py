@@ -108,6 +108,11 @@ class Strategy(ABC):
         """Whether the queries of the prefill should be captured while it runs; recomputing them costs a pass."""
         return CAPTURES_QUERIES in self.needs
 
+    @property
+    def takes_focus(self) -> bool:
+        """Whether a request's focus changes what is kept."""
+        return False
+
     def compact(self, request: CompactionRequest) -> CompactionResult:
         """Compact the request's span into its budget and return a new cache with a report.
 
@@ -127,6 +132,11 @@ class Strategy(ABC):
             entries_before=before,
             bytes_before=sum(span.nbytes for span in spans),
         )
+        if request.focus and not self.takes_focus:
+            report.warnings.append(
+                f"the focus changed nothing: strategy '{self.name}' takes none as it is set; 'summary', 'ttt' and "
+                "queries=self_study of 'attention_matching' do"
+            )
         worked = request.engine.counters.compaction_tokens
         if self._is_enough(request, spans):
             report.warnings.append(

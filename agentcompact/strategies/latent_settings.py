@@ -18,11 +18,13 @@ Preset = Literal["init", "fast", "paper"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How much work a compaction is. prompts: rollouts, or None for the whole bank; then updates of both stages."""
+    """How much work a compaction is, and on what. prompts: rollouts, or None for the whole bank; then updates of both
+    stages. recitation: share of the training in which the text is repeated."""
 
     prompts: int | None
     stage1_updates: int
     stage2_updates: int
+    recitation: float = 0.0
 
     def seconds(self, each: Mapping[str, float]) -> float:
         """Return the seconds of all updates, given those of one update of each stage, by its name."""
@@ -95,6 +97,10 @@ class LatentSettings(DistillationSettings):
     stage1_rate: float = Field(3e-3, gt=0, allow_inf_nan=False, description="learning rate of stage 1")
     stage1_queries: int = Field(128, ge=1, description="query positions of one update of stage 1")
     match_mass: bool = Field(True, description="fit log-normalizers in stage 1, beside outputs")
+    recitation: float | None = Field(
+        None, ge=0, le=1, description="share of training in which the text itself is repeated [by preset]"
+    )
+    preserver_score: Literal["kvzip_plus", "kvzip"] = Field("kvzip_plus", description="what ranks the preservers")
     train_preservers: bool = Field(False, description="let stage 1 change preservers too")
     freeze_first: bool = Field(False, description="keep the first entry of each head as it is in stage 1")
 
@@ -106,6 +112,7 @@ class LatentSettings(DistillationSettings):
             preset.prompts if self.prompts is None else self.prompts,
             preset.stage1_updates if self.stage1_updates is None else self.stage1_updates,
             preset.stage2_updates if self.stage2_updates is None else self.stage2_updates,
+            preset.recitation if self.recitation is None else self.recitation,
         )
 
     @property

@@ -16,7 +16,7 @@ from agentcompact.cache import Span
 from agentcompact.durations import TimeLeft
 from agentcompact.errors import SettingsError
 from agentcompact.fitting.adamw import adamw, moments, restore_moments
-from agentcompact.fitting.attention_fitting import AttentionFit, attention_targets, sample_positions
+from agentcompact.fitting.attention_fitting import AttentionFit, attention_targets, sample_rows, seeded
 from agentcompact.fitting.distillation import full_divergence, grouped_divergence, rollout_loss
 from agentcompact.queries.rollouts import Rollout, Rollouts
 from agentcompact.strategies.base import CompactionRequest, Phases
@@ -175,11 +175,14 @@ class Training:
         if options is None:
             raise SettingsError("this strategy has no stage 1")
         queries, heads, entries, frozen, samples = [], [], [], [], []
+        rollouts = self.rollouts
         for place in places:
             index, span = geometry.full_layers[place], self.state.spans[place]
-            pool = self.rollouts.queries[index].to(span.keys.device)
+            pool = rollouts.queries[index].to(span.keys.device)
             pool = pool.view(geometry.kv_heads, geometry.group, *pool.shape[1:])
-            drawn = sample_positions(seed, index, updates, options.queries, pool.shape[2])
+            positions = pool.shape[2]
+            count = min(options.queries, positions)
+            drawn = self._sample(seeded(seed, index), updates, count, positions, rollouts.recited_positions)
             for head in range(geometry.kv_heads):
                 if not span.lengths[head]:
                     continue
@@ -219,10 +222,14 @@ class Training:
 
     def stage2_picks(self, updates: int) -> list[list[int]]:
         """Return which rollouts each update reads, drawn with replacement by the seed."""
-        generator = torch.Generator().manual_seed((self.request.seed * 1_000_003 + 999_983) % 2**63)
-        shape = (updates, self.settings.stage2_rollouts)
-        picks: list[list[int]] = torch.randint(len(self.rollouts.items), shape, generator=generator).tolist()
+        rollouts, generator = self.rollouts, seeded(self.request.seed, 999_983)
+        drawn = self._sample(generator, updates, self.settings.stage2_rollouts, len(rollouts.items), rollouts.recited)
+        picks: list[list[int]] = drawn.tolist()
         return picks
+
+    def _sample(self, generator: torch.Generator, updates: int, count: int, rows: int, recited: int) -> Tensor:
+        """Return the rows of each update, of which the recited ones have their share."""
+        return sample_rows(generator, updates, count, rows, recited, self.settings.schedule.recitation)
 
     def stage2_gradient(self, spans: Sequence[Span], trained: Sequence[Tensor], picks: Sequence[int]) -> float:
         """Set the gradients of one update; return its loss."""

@@ -50,6 +50,10 @@ class Summary(Strategy):
     settings: SummarySettings
     rewrites = True
 
+    @property
+    def takes_focus(self) -> bool:
+        return True
+
     def compact_cache(
         self, request: CompactionRequest, spans: list[Span], phases: Phases, report: Report
     ) -> tuple[CompactedCache, list[Span]]:

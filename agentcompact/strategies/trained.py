@@ -14,6 +14,7 @@ from agentcompact.cache import Report, Span
 from agentcompact.durations import duration
 from agentcompact.engines import CAPTURES_QUERIES, GIVES_GRADIENTS
 from agentcompact.errors import CacheFileError
+from agentcompact.queries.recitation import recitations
 from agentcompact.queries.rollout_store import RolloutStore, rollout_key, rollouts_dir
 from agentcompact.queries.rollouts import Rollouts, greedy_answers, teacher_rollouts
 from agentcompact.strategies.base import CompactionRequest, Phases, Strategy
@@ -49,6 +50,10 @@ class TrainedCompaction(Strategy):
     def reads_prefill_queries(self) -> bool:
         return False
 
+    @property
+    def takes_focus(self) -> bool:
+        return True
+
     def compact_spans(
         self, request: CompactionRequest, spans: Sequence[Span], phases: Phases, report: Report
     ) -> list[Span]:
@@ -71,7 +76,7 @@ class TrainedCompaction(Strategy):
             phases.seconds.update(state.place.seconds)
         with request.engine.counters.as_compaction():
             with phases.phase("rollouts"):
-                rollouts = self._rollouts(request, prompts, key)
+                rollouts = self._rollouts(request, prompts, key).joined(self._recitations(request))
             if state is None:
                 state = self._selected(request, spans, rollouts, run, phases)
             training = Training(request, settings, rollouts, spans, state, phases, lambda: _save(request, state))
@@ -125,6 +130,21 @@ class TrainedCompaction(Strategy):
         store.save(made)
         return made
 
+    def _recitations(self, request: CompactionRequest) -> Rollouts:
+        """Return the rollouts in which the compacted text is repeated; none where they have no share."""
+        settings = self.settings
+        if settings.schedule.recitation == 0:
+            return Rollouts([], {})
+        answers = recitations(request.engine, request.cache, request.start, request.end)
+        return teacher_rollouts(
+            request.engine,
+            request.cache,
+            answers,
+            top=settings.top,
+            pool=settings.pool,
+            progress=request.progress,
+        )
+
     def _selected(
         self, request: CompactionRequest, spans: Sequence[Span], rollouts: Rollouts, run: str, phases: Phases
     ) -> TrainingState:
@@ -152,9 +172,9 @@ class TrainedCompaction(Strategy):
     def _facts(self, training: Training, measured: dict[str, float]) -> dict[str, Any]:
         """Return what the report says of the training."""
         schedule, place = self.settings.schedule, training.state.place
-        prompts = len(training.rollouts.items)
         facts: dict[str, Any] = {
-            "prompts": prompts,
+            "prompts": len(training.rollouts.items) - training.rollouts.recited,
+            "recitations": training.rollouts.recited,
             "stage1_updates": schedule.stage1_updates,
             "stage2_updates": schedule.stage2_updates,
             "rollout_tokens": sum(len(item.tokens) for item in training.rollouts.items),

@@ -17,6 +17,7 @@ from agentcompact.fitting.latent_selection import other_rows, preserver_rows, sl
 from agentcompact.queries.rollout_prompts import read_prompt_bank
 from agentcompact.queries.rollouts import Rollouts
 from agentcompact.strategies.base import CompactionRequest, Phases
+from agentcompact.strategies.kvzip import KVzip
 from agentcompact.strategies.kvzip_plus import KVzipPlus
 from agentcompact.strategies.latent_settings import LatentSettings
 from agentcompact.strategies.trained import TrainedCompaction
@@ -45,7 +46,8 @@ class LatentCompaction(TrainedCompaction):
         self, request: CompactionRequest, spans: Sequence[Span], rollouts: Rollouts, phases: Phases
     ) -> tuple[list[Span], list[Tensor]]:
         with phases.phase("scores"):
-            scores = reconstruction_scores(request, spans) if self.settings.preserver_share > 0 else None
+            scorer = KVzipPlus() if self.settings.preserver_score == "kvzip_plus" else KVzip()
+            scores = reconstruction_scores(request, spans, scorer) if self.settings.preserver_share > 0 else None
         with phases.phase("selection"):
             return self.select(request, spans, rollouts, scores)
 
@@ -102,9 +104,11 @@ class LatentCompaction(TrainedCompaction):
         return found
 
 
-def reconstruction_scores(request: CompactionRequest, spans: Sequence[Span]) -> list[list[Tensor]]:
-    """Return the KVzip+ scores of all entries, per layer and head (n,)."""
-    scorer = KVzipPlus()
+def reconstruction_scores(
+    request: CompactionRequest, spans: Sequence[Span], scorer: KVzip | None = None
+) -> list[list[Tensor]]:
+    """Return the scores of all entries, by KVzip+ or another of its kind: per layer and head (n,)."""
+    scorer = scorer or KVzipPlus()
     captured = scorer.find_queries(request)
     scores = []
     for place, (index, _) in enumerate(request.cache.full_layers):

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Put the document into the model's chat template, or leave it plain.",
 )
+@click.option("--focus", metavar="TEXT", help="What to keep first, for the strategies that take a focus.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of every random choice.")
 @click.option("--force", "-f", is_flag=True, help="Replace the output file if it exists.")
 @click.option("--resume", is_flag=True, help="Go on from the checkpoint that an interrupted compaction left.")
@@ -77,6 +78,7 @@ def command(
       agentcompact compact book.txt -o book.kv --ratio 8
       agentcompact compact book.txt --budget 256 --strategy two_pass --set shortlist=3 --model ./my-model
       agentcompact compact docs/*.txt -O compacted/ --block 4096
+      agentcompact compact report.txt --strategy summary --focus "dates and costs"
       agentcompact compact manual.txt -o manual.kv --ratio 16 --strategy ttt --resume
     """
     # Everything that can be wrong without a model is checked before one is loaded.
