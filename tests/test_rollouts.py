@@ -12,9 +12,9 @@ from tiny import tiny_model, tiny_tokens
 
 from agentcompact import TransformersEngine, wrap_model
 from agentcompact.errors import ContextLengthError, DocumentError, SettingsError
+from agentcompact.queries.recitation import recitations
 from agentcompact.queries.rollout_prompts import read_prompt_bank
 from agentcompact.queries.rollout_store import RolloutStore, rollout_key
-from agentcompact.queries.recitation import recitations
 from agentcompact.queries.rollouts import Rollouts, evenly_spaced, greedy_answers, teacher_rollouts
 
 PROMPTS = [tiny_tokens(length, seed=length) for length in (5, 9, 3, 7, 9)]
