@@ -16,6 +16,7 @@ from agentcompact.errors import ContextLengthError, MemoryLimitError, SettingsEr
 from agentcompact.fitting.attention_statistics import attention_statistics
 from agentcompact.queries.rollouts import greedy_answers, teacher_rollouts
 from agentcompact.strategies import CompactionRequest
+from agentcompact.strategies.attention_matching import AttentionMatching
 from agentcompact.strategies.base import Phases
 from agentcompact.strategies.kvzip import KVzip
 from agentcompact.strategies.kvzip_plus import KVzipPlus
@@ -425,3 +426,15 @@ def test_preservers_by_the_score_that_was_asked_for(engine):
     }
     assert best["kvzip"] <= kept
     assert not best["kvzip_plus"] <= kept
+
+
+def test_training_may_begin_with_the_entries_of_attention_matching(engine):
+    full, begun = compacted(engine, stage1_updates=0, stage2_updates=0, initialiser="attention_matching")
+    matched = AttentionMatching().compact(CompactionRequest(engine, full, 12)).cache
+    for a, b in zip(spans(begun.cache), spans(matched), strict=True):
+        assert torch.equal(a.keys, b.keys)
+        assert torch.equal(a.values, b.values)
+        assert torch.equal(a.bias, b.bias)
+        assert torch.equal(a.positions, b.positions)
+    _, trained = compacted(engine, stage1_updates=300, initialiser="attention_matching", recitation=0.5)
+    assert held_out(engine, full, trained.cache)[1] < held_out(engine, full, begun.cache)[1]

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from agentcompact.errors import BudgetError
 
-Initialiser = Literal["mix", "anchors", "diversifiers", "random", "recent"]
-"""How the entries beside the preservers are chosen; all but "mix" are the ablations of the paper's table 1."""
+Initialiser = Literal["mix", "anchors", "diversifiers", "random", "recent", "attention_matching"]
+"""How the entries beside the preservers are chosen; "mix" is published, the next four are the ablations of its table 1.
+"attention_matching" is another strategy's result, and selects nothing here."""
 
 SlotCounts = tuple[int, int]
 """Anchors and diversifiers together (M) of one head, and the anchors among them."""

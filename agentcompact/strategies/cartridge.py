@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from agentcompact.cache import Span
+from agentcompact.cache import Report, Span
 from agentcompact.queries.rollouts import Rollouts
 from agentcompact.queries.self_study import Study, self_study_pairs
 from agentcompact.strategies.base import CompactionRequest, Phases
@@ -45,7 +45,7 @@ class Cartridge(TrainedCompaction):
         return [prompt for prompt, _ in pairs]
 
     def selection(
-        self, request: CompactionRequest, spans: Sequence[Span], rollouts: Rollouts, phases: Phases
+        self, request: CompactionRequest, spans: Sequence[Span], rollouts: Rollouts, phases: Phases, report: Report
     ) -> tuple[list[Span], list[Tensor]]:
         with phases.phase("selection"):
             first = slice(0, request.budget)

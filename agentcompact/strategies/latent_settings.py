@@ -25,6 +25,7 @@ class Schedule:
     stage1_updates: int
     stage2_updates: int
     recitation: float = 0.0
+    initialiser: Initialiser = "mix"
 
     def seconds(self, each: Mapping[str, float]) -> float:
         """Return the seconds of all updates, given those of one update of each stage, by its name."""
@@ -93,7 +94,11 @@ class LatentSettings(DistillationSettings):
     )
     preserver_share: float = Field(0.75, ge=0, le=1, description="share of the budget that goes to preservers")
     anchor_share: float = Field(0.25, ge=0, le=1, description="share of anchors among anchors and diversifiers")
-    initialiser: Initialiser = Field("mix", description="what the entries beside the preservers begin as")
+    initialiser: Initialiser | None = Field(
+        None,
+        description="what the entries beside the preservers begin as: mix, anchors, diversifiers, random, recent; or "
+        "attention_matching, whose entries take the place of all, preservers too [by preset]",
+    )
     stage1_rate: float = Field(3e-3, gt=0, allow_inf_nan=False, description="learning rate of stage 1")
     stage1_queries: int = Field(128, ge=1, description="query positions of one update of stage 1")
     match_mass: bool = Field(True, description="fit log-normalizers in stage 1, beside outputs")
@@ -113,6 +118,7 @@ class LatentSettings(DistillationSettings):
             preset.stage1_updates if self.stage1_updates is None else self.stage1_updates,
             preset.stage2_updates if self.stage2_updates is None else self.stage2_updates,
             preset.recitation if self.recitation is None else self.recitation,
+            self.initialiser or preset.initialiser,
         )
 
     @property

@@ -42,7 +42,7 @@ class TrainedCompaction(Strategy):
 
     @abstractmethod
     def selection(
-        self, request: CompactionRequest, spans: Sequence[Span], rollouts: Rollouts, phases: Phases
+        self, request: CompactionRequest, spans: Sequence[Span], rollouts: Rollouts, phases: Phases, report: Report
     ) -> tuple[list[Span], list[Tensor]]:
         """Return the entries that training begins with, in float32, and which of each layer stage 1 leaves alone."""
 
@@ -78,7 +78,7 @@ class TrainedCompaction(Strategy):
             with phases.phase("rollouts"):
                 rollouts = self._rollouts(request, prompts, key).joined(self._recitations(request))
             if state is None:
-                state = self._selected(request, spans, rollouts, run, phases)
+                state = self._selected(request, spans, rollouts, run, phases, report)
             training = Training(request, settings, rollouts, spans, state, phases, lambda: _save(request, state))
             measured = self._measured(training)
             training.run()
@@ -146,10 +146,16 @@ class TrainedCompaction(Strategy):
         )
 
     def _selected(
-        self, request: CompactionRequest, spans: Sequence[Span], rollouts: Rollouts, run: str, phases: Phases
+        self,
+        request: CompactionRequest,
+        spans: Sequence[Span],
+        rollouts: Rollouts,
+        run: str,
+        phases: Phases,
+        report: Report,
     ) -> TrainingState:
         """Return the state before training, which is checkpointed."""
-        chosen, frozen = self.selection(request, spans, rollouts, phases)
+        chosen, frozen = self.selection(request, spans, rollouts, phases, report)
         state = TrainingState(chosen, frozen, Place(run=run, seconds=dict(phases.seconds)))
         _save(request, state)
         return state

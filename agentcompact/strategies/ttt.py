@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from agentcompact.cache import Span
+from agentcompact.cache import Report, Span
 from agentcompact.engines import question_ids
 from agentcompact.fitting.attention_statistics import attention_statistics
 from agentcompact.fitting.latent_selection import other_rows, preserver_rows, slot_counts
 from agentcompact.queries.rollout_prompts import read_prompt_bank
 from agentcompact.queries.rollouts import Rollouts
+from agentcompact.strategies.attention_matching import AttentionMatching
 from agentcompact.strategies.base import CompactionRequest, Phases
 from agentcompact.strategies.kvzip import KVzip
 from agentcompact.strategies.kvzip_plus import KVzipPlus
@@ -43,8 +44,10 @@ class LatentCompaction(TrainedCompaction):
         return [question_ids(request.engine, request.cache.metadata.prompt, text) for text in texts]
 
     def selection(
-        self, request: CompactionRequest, spans: Sequence[Span], rollouts: Rollouts, phases: Phases
+        self, request: CompactionRequest, spans: Sequence[Span], rollouts: Rollouts, phases: Phases, report: Report
     ) -> tuple[list[Span], list[Tensor]]:
+        if self.settings.schedule.initialiser == "attention_matching":
+            return matched_entries(request, spans, phases, report)
         with phases.phase("scores"):
             scorer = KVzipPlus() if self.settings.preserver_score == "kvzip_plus" else KVzip()
             scores = reconstruction_scores(request, spans, scorer) if self.settings.preserver_share > 0 else None
@@ -67,7 +70,7 @@ class LatentCompaction(TrainedCompaction):
         free = [[min(both, n) for n in span.lengths] for span in spans]
         total = request.budget * sum(span.heads for span in spans) - sum(map(sum, free))
         known = scores or [[span.bias.new_zeros(n) for n in span.lengths] for span in spans]
-        sparing = settings.initialiser not in ("random", "recent")
+        sparing = settings.schedule.initialiser not in ("random", "recent")
         preservers = preserver_rows(known, total, free, spare_first=sparing)
         chosen, frozen = [], []
         for place, (index, _) in enumerate(request.cache.full_layers):
@@ -78,7 +81,7 @@ class LatentCompaction(TrainedCompaction):
                 taken[preservers[place][head].to(keys.device)] = True
                 generator = torch.Generator().manual_seed((request.seed * 1_000_003 + index * 1009 + head) % 2**63)
                 counts = (free[place][head], min(anchors, free[place][head]))
-                others = other_rows(settings.initialiser, keys, attention[head], taken, counts, generator)
+                others = other_rows(settings.schedule.initialiser, keys, attention[head], taken, counts, generator)
                 rows = torch.cat([torch.nonzero(taken)[:, 0], others]).sort().values
                 kept = taken.clone()
                 kept[:1] |= settings.freeze_first
@@ -90,7 +93,7 @@ class LatentCompaction(TrainedCompaction):
 
     def _attention(self, request: CompactionRequest, span: Span, queries: Tensor) -> list[Tensor | None]:
         """Return the highest softmax weight of each entry over the teacher's queries, per head (n,); equation 6."""
-        if self.settings.initialiser not in ("mix", "anchors"):
+        if self.settings.schedule.initialiser not in ("mix", "anchors"):
             return [None] * span.heads
         geometry = request.engine.geometry
         pooled = queries.reshape(span.heads, -1, geometry.head_dim)
@@ -102,6 +105,15 @@ class LatentCompaction(TrainedCompaction):
             read = (pooled[head : head + 1], keys[None], bias[None])
             found.append(attention_statistics(*read, geometry.scaling, score="max", with_mass=False).score[0])
         return found
+
+
+def matched_entries(
+    request: CompactionRequest, spans: Sequence[Span], phases: Phases, report: Report
+) -> tuple[list[Span], list[Tensor]]:
+    """Return the entries of `attention_matching` in float32, none of them frozen."""
+    matched = AttentionMatching().compact_spans(request, spans, phases, report)
+    chosen = [Span(s.keys.float(), s.values.float(), s.bias.float(), s.positions, s.offsets) for s in matched]
+    return chosen, [torch.zeros(span.entries, dtype=torch.bool, device=span.keys.device) for span in chosen]
 
 
 def reconstruction_scores(
