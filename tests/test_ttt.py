@@ -438,3 +438,14 @@ def test_training_may_begin_with_the_entries_of_attention_matching(engine):
         assert torch.equal(a.positions, b.positions)
     _, trained = compacted(engine, stage1_updates=300, initialiser="attention_matching", recitation=0.5)
     assert held_out(engine, full, trained.cache)[1] < held_out(engine, full, begun.cache)[1]
+
+
+def test_what_is_set_goes_over_the_preset():
+    paper, fast = LatentCompaction().settings.schedule, LatentCompaction(preset="fast").settings.schedule
+    assert (paper.prompts, paper.stage1_updates, paper.stage2_updates, paper.stage2_rate) == (None, 1000, 1000, 1e-4)
+    assert (paper.recitation, paper.initialiser) == (0.0, "mix")
+    assert (fast.recitation, fast.initialiser, fast.stage2_rate) == (0.5, "attention_matching", 1e-3)
+    mine = LatentCompaction(preset="fast", recitation=0.0, initialiser="mix", stage2_rate=1e-4, prompts=7)
+    assert (mine.settings.schedule.recitation, mine.settings.schedule.initialiser) == (0.0, "mix")
+    assert (mine.settings.schedule.stage2_rate, mine.settings.schedule.prompts) == (1e-4, 7)
+    assert mine.settings.schedule.stage1_updates == fast.stage1_updates

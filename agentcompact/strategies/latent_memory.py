@@ -11,6 +11,7 @@ import torch
 
 from agentcompact.cache import Span
 from agentcompact.errors import MemoryLimitError
+from agentcompact.queries.recitation import LENGTH
 from agentcompact.strategies.base import CompactionRequest
 from agentcompact.strategies.latent_settings import DistillationSettings
 
@@ -41,7 +42,11 @@ def memory_need(
     geometry, size = request.engine.geometry, spans[0].keys.element_size()
     layers, dim = len(spans), geometry.head_dim
     longest = max(len(prompt) for prompt in prompts) + settings.answer_tokens
+    predicted = min(longest, 2 * settings.answer_tokens)
     positions = min(settings.pool, sum(len(prompt) + settings.answer_tokens for prompt in prompts))
+    if settings.schedule.recitation:
+        positions += min(settings.pool, 2 * (request.end - request.start))
+        longest, predicted = max(longest, 2 * LENGTH), max(predicted, LENGTH)
     a_layer = geometry.query_heads * positions * (dim + 1)
     entries = request.budget * layers * geometry.kv_heads * (2 * dim + 1)
     batch = min(settings.rollout_batch, len(prompts))
@@ -56,9 +61,7 @@ def memory_need(
         entries=entries * 4 * 4,
         stage1=a_layer * 4 * 2 if schedule.stage1_updates else 0,
         stage2=(
-            request.engine.gradient_bytes(
-                settings.stage2_rollouts, longest, request.budget, min(longest, 2 * settings.answer_tokens)
-            )
+            request.engine.gradient_bytes(settings.stage2_rollouts, longest, request.budget, predicted)
             if schedule.stage2_updates
             else 0
         ),

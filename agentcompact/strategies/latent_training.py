@@ -108,7 +108,7 @@ class Training:
             return
         spans = self.trainable_spans()
         trained = self._stage2_parameters(spans)
-        optimiser = adamw(trained, self.settings.stage2_rate, self.settings.weight_decay)
+        optimiser = adamw(trained, self.settings.schedule.stage2_rate, self.settings.weight_decay)
         restore_moments(optimiser, self.state.moments)
         picks = self.stage2_picks(updates)
 
