@@ -30,11 +30,11 @@ def repeat_turns(engine: Engine, cache: CompactedCache, start: int, stop: int) -
 
     Raises what `repeat_requests` raises.
     """
-    return [[*request, *part] for request, part in repeat_requests(engine, cache, start, stop)]
+    return [[*request, *part] for request, part in repeat_requests(engine, cache, start, stop, CHUNK)]
 
 
 def repeat_requests(
-    engine: Engine, cache: CompactedCache, start: int, stop: int, most: int = CHUNK
+    engine: Engine, cache: CompactedCache, start: int, stop: int, most: int
 ) -> list[tuple[list[int], list[int]]]:
     """Return what asks for each chunk of the tokens [start, stop), and the chunk: at most `most` token ids.
 
