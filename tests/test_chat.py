@@ -165,7 +165,7 @@ class Terminal:
             ["-m", "agentcompact_cli", "chat", "-m", folder, *arguments],
             env=environment,
             encoding="utf-8",
-            timeout=90,
+            timeout=240,
             dimensions=(40, 140),
         )
 
@@ -182,9 +182,23 @@ class Terminal:
         self.process.send(text + "\r")
 
 
-def test_in_a_terminal(folder, tmp_path):
+@pytest.fixture
+def terminals():
+    """Opens terminals and leaves no program behind, also where a test fails."""
+    made = []
+
+    def opened(*arguments):
+        made.append(Terminal(*arguments))
+        return made[-1]
+
+    yield opened
+    for each in made:
+        each.process.close(force=True)
+
+
+def test_in_a_terminal(folder, tmp_path, terminals):
     sessions = tmp_path / "sessions"
-    terminal = Terminal(folder, sessions, "--session", "s", "-n", "24", "--keep", "messages:1", "--window", "9000")
+    terminal = terminals(folder, sessions, "--session", "s", "-n", "24", "--keep", "messages:1", "--window", "9000")
     terminal.until("Ctrl-D leaves")
     terminal.until(">")
     terminal.type("Hello.")
@@ -218,7 +232,7 @@ def test_in_a_terminal(folder, tmp_path):
     terminal.process.close()
     assert terminal.process.exitstatus == 0
 
-    again = Terminal(folder, sessions, "--resume", "-n", "4000", "--window", "9000")
+    again = terminals(folder, sessions, "--resume", "-n", "4000", "--window", "9000")
     again.until("6 messages so far")
     again.until(">")
     again.type("Tell me everything.")
