@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     "--strategy", "-s", default="attention_matching", show_default=True, help="See `agentcompact strategies`."
 )
 @click.option("--set", "pairs", multiple=True, metavar="NAME=VALUE", help="A setting of the strategy; repeatable.")
+@click.option("--writer", type=click.Path(path_type=Path), help="Trained writer, for the strategy fast_diamond.")
 @click.option(
     "--block",
     type=click.IntRange(min=1),
@@ -59,6 +60,7 @@ def command(
     budget: int | None,
     strategy: str,
     pairs: tuple[str, ...],
+    writer: Path | None,
     force: bool,
     choice: ModelChoice,
     quiet: bool,
@@ -84,7 +86,7 @@ def command(
     resolve_budget(1, ratio=ratio, budget=budget)
     texts = [read_document(document) for document in documents]
     targets = _targets(documents, output, output_dir, force)
-    settings = parse_settings(pairs)
+    settings = parse_settings(pairs) | ({} if writer is None else {"writer": str(writer)})
     written = []
     with working(quiet) as work:
         work.say("starting")
