@@ -77,7 +77,7 @@ def test_cells_that_fail_end_with_1(run, folder, tmp_path):  # noqa: F811
     assert len(err.split("failed: ")) == 4
 
 
-def test_list_of_tasks(run):  # noqa: F811
+def test_list_of_tasks(run):
     code, out, _ = run("eval", "--list-tasks")
     assert code == 0
     for name in ("phonebook", "needles", "records", "transcript", "niah_multiquery", "vt", "cwe", "fwe", "ruler"):
@@ -86,7 +86,7 @@ def test_list_of_tasks(run):  # noqa: F811
     assert {"phonebook", "fwe"} <= {each["name"] for each in json.loads(out)}
 
 
-def test_what_can_be_wrong_is_said_before_a_model_is_loaded(run, tmp_path):  # noqa: F811
+def test_what_can_be_wrong_is_said_before_a_model_is_loaded(run, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"id": "a", "context": "x"}\n')
     missing = ("--model", "nowhere")
     failed(run("eval", "-q", *missing), "name a --task")

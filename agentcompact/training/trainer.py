@@ -27,8 +27,9 @@ from agentcompact.training.objective import attention_loss, continuation_loss, w
 from agentcompact.training.settings import TrainingSettings
 from agentcompact.training.teacher import Teacher, TeacherStore
 from agentcompact.training.windows import Corpus, Cue, Window
-from agentcompact.writers import WriterRecord, save_writer
+from agentcompact.writers import FastDiamond, WriterRecord, load_writer, save_writer
 from agentcompact.writers.file import FILE_NAME as WRITER
+from agentcompact.writers.file import digest_of
 
 LOG = "log.jsonl"
 PLOT = "loss.png"
@@ -75,9 +76,14 @@ class Trainer:
         *,
         teacher_folder: Path | None = None,
         teacher_bytes: int = 8 << 30,
+        start_from: Path | None = None,
         report: Callable[[TrainingStep], None] = lambda _: None,
     ) -> None:
-        """Raises TrainingError where the folder holds a run with other settings, another corpus or model."""
+        """start_from: a writer to begin with, instead of an untrained one.
+
+        Raises TrainingError where the folder holds a run with other settings, another corpus or model, or the writer
+        to begin with does not fit.
+        """
         if not {GIVES_GRADIENTS, ROTATES_STATES} <= engine.capabilities:
             raise TrainingError("this engine gives no gradients: train with the transformers engine")
         check_forward(engine.model, engine.new_cache())
@@ -85,7 +91,7 @@ class Trainer:
         output.mkdir(parents=True, exist_ok=True)
         self.engine, self.corpus, self.settings, self.output, self.report = engine, corpus, settings, output, report
         self.record = WriterRecord.of_model(settings.writer, engine.describe(), engine.geometry)
-        self.writer = self.record.new_writer(settings.seed).to(engine.model.device)
+        self.writer = self._first_writer(start_from).to(engine.model.device)
         self.optimiser = torch.optim.AdamW(self.writer.parameters(), lr=settings.learning_rate, betas=(0.9, 0.999))
         store = TeacherStore(teacher_folder or output / "teacher", teacher_bytes)
         self.teacher = Teacher(engine, store, attention=settings.attention_updates > 0)
@@ -94,7 +100,7 @@ class Trainer:
         if (output / CHECKPOINT).exists():
             self.update = load_checkpoint(output / CHECKPOINT, self.writer, self.optimiser, self._facts)
             self.log = [entry for entry in _read_log(output / LOG) if entry["update"] <= self.update]
-        elif settings.writer.initialisation == "anchored":
+        elif settings.writer.initialisation == "anchored" and start_from is None:
             self._anchor()
 
     @property
@@ -104,7 +110,22 @@ class Trainer:
             "model": self.record.model_fingerprint,
             "corpus": self.corpus.digest,
             "settings": self.settings.model_dump(mode="json"),
+            "start": self.start,
         }
+
+    def _first_writer(self, start_from: Path | None) -> FastDiamond:
+        """Return the writer that the run begins with, and note which it is."""
+        self.start = ""
+        if start_from is None:
+            return self.record.new_writer(self.settings.seed)
+        writer, record = load_writer(start_from)
+        misfit = record.misfit(self.engine.describe(), self.engine.geometry)
+        if misfit or record.settings != self.settings.writer:
+            raise TrainingError(
+                f"the writer {start_from} cannot be gone on with: {misfit or 'its settings are others than asked for'}"
+            )
+        self.start = digest_of("", {name: tensor.detach() for name, tensor in writer.named_parameters()})
+        return writer.requires_grad_(True)
 
     def run(self) -> Path:
         """Train to the end, or from where the folder's checkpoint is; return the writer's path.

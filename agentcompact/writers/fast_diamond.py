@@ -104,7 +104,8 @@ class FastDiamond(nn.Module):
 
 def _unit(states: Tensor) -> Tensor:
     """Divide by the length of the last dimension, which is taken to be at least a millionth."""
-    return states / states.norm(dim=-1, keepdim=True).clamp(min=SMALLEST_NORM)
+    length: Tensor = states.norm(dim=-1, keepdim=True)
+    return states / length.clamp(min=SMALLEST_NORM)
 
 
 def _block_diagonal(rows: int, columns: int) -> Tensor:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Tokens to prefill and compact at a time, so that memory stays bounded. [default: all at once]",
 )
+@click.option("--rolling", is_flag=True, help="Compact each block with what was kept before it, into one budget.")
 @click.option(
     "--prompt",
     type=click.Choice(["auto", "chat", "raw"]),
@@ -84,6 +85,8 @@ def command(
     if ratio is None and budget is None:
         ratio = 8.0
     resolve_budget(1, ratio=ratio, budget=budget)
+    if options["rolling"] and options["block"] is None:
+        raise BudgetError("--rolling goes block by block: give the tokens of a block with --block")
     texts = [read_document(document) for document in documents]
     targets = _targets(documents, output, output_dir, force)
     settings = parse_settings(pairs) | ({} if writer is None else {"writer": str(writer)})

@@ -29,6 +29,7 @@ SHOWN_EVERY = 10
 @click.option("--updates", type=int, help="Updates of the loss on continuations. [default: 3000]")
 @click.option("--attention-updates", type=int, help="Cheap updates on attention outputs before. [default: 0]")
 @click.option("--applications", type=int, help="Apply the writer so often before the loss. [default: 1]")
+@click.option("--start-from", type=click.Path(path_type=Path), help="A trained writer to begin with.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of every random choice. [default: 0]")
 @click.option(
     "--set", "pairs", multiple=True, metavar="NAME=VALUE", help="Another setting of the training or the writer."
@@ -45,6 +46,7 @@ def command(
     pairs: tuple[str, ...],
     teacher_gib: float,
     teacher_dir: Path | None,
+    start_from: Path | None,
     choice: ModelChoice,
     quiet: bool,
     as_json: bool,
@@ -83,6 +85,7 @@ def command(
             output,
             teacher_folder=teacher_dir,
             teacher_bytes=int(teacher_gib * 2**30),
+            start_from=start_from,
             report=tell,
         )
         try:
