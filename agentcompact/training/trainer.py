@@ -7,6 +7,7 @@ import math
 import random
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ from agentcompact.writers.file import digest_of
 
 LOG = "log.jsonl"
 PLOT = "loss.png"
+RECENT = 20
+"""Updates that the time left is estimated from."""
+CONTINUATION_COST = 3.0
+"""What an example on continuations costs, measured in examples on attention outputs."""
 ANCHORS = 4
 """Contexts whose first entries the first latents begin with."""
 
@@ -97,6 +102,7 @@ class Trainer:
         self.teacher = Teacher(engine, store, attention=settings.attention_updates > 0)
         self.update = 0
         self.log: list[dict[str, Any]] = []
+        self._recent: dict[str, deque[float]] = {}
         if (output / CHECKPOINT).exists():
             self.update = load_checkpoint(output / CHECKPOINT, self.writer, self.optimiser, self._facts)
             self.log = [entry for entry in _read_log(output / LOG) if entry["update"] <= self.update]
@@ -133,10 +139,9 @@ class Trainer:
         SIGTERM and SIGINT end it with a checkpoint of the last whole update: raises TrainingStopped.
         """
         stopped = False
-        begun, first = time.perf_counter(), self.update
         with _asked_to_stop() as asked:
             while self.update < self.settings.total and not stopped:
-                stopped = not self._one_update(asked, begun, first)
+                stopped = not self._one_update(asked)
         if stopped:
             self._save()
             raise TrainingStopped(
@@ -145,7 +150,7 @@ class Trainer:
         self._save()
         return self._finish()
 
-    def _one_update(self, asked: Callable[[], bool], begun: float, first: int) -> bool:
+    def _one_update(self, asked: Callable[[], bool]) -> bool:
         """Do the next update; False where a stop was asked for before it was whole, so that it was not done."""
         settings = self.settings
         started, losses = time.perf_counter(), []
@@ -169,8 +174,7 @@ class Trainer:
         self.log.append(entry)
         if self.update % settings.checkpoint_every == 0:
             self._save()
-        seconds = time.perf_counter() - started
-        self._tell(entry, seconds, (time.perf_counter() - begun) / (self.update - first))
+        self._tell(entry, time.perf_counter() - started)
         return True
 
     @property
@@ -248,7 +252,18 @@ class Trainer:
         """The held-out loss on continuations as last measured."""
         return next((entry["held_out"] for entry in reversed(self.log) if "held_out" in entry), None)
 
-    def _tell(self, entry: dict[str, Any], seconds: float, per_update: float) -> None:
+    def _seconds_left(self, phase: str, seconds: float) -> float:
+        """Estimate from the latest updates of this phase; what the other phase costs is a guess until it comes."""
+        settings = self.settings
+        recent = self._recent.setdefault(phase, deque(maxlen=RECENT))
+        recent.append(seconds)
+        each = sum(recent) / len(recent)
+        if phase == "continuation":
+            return (settings.total - self.update) * each
+        later = CONTINUATION_COST * each * settings.accumulate / settings.attention_accumulate
+        return (settings.attention_updates - self.update) * each + settings.updates * later
+
+    def _tell(self, entry: dict[str, Any], seconds: float) -> None:
         settings = self.settings
         examples = settings.attention_accumulate if entry["phase"] == "attention" else settings.accumulate
         tokens = examples * (settings.context + settings.cue + settings.continuation)
@@ -260,7 +275,7 @@ class Trainer:
                 loss=entry["loss"],
                 held_out=self.held_out,
                 tokens_per_second=tokens / seconds,
-                seconds_left=(settings.total - self.update) * per_update,
+                seconds_left=self._seconds_left(entry["phase"], seconds),
             )
         )
 

@@ -7,6 +7,8 @@ of the values, and measures distance from latent to latent; the entries' biases 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 
@@ -70,10 +72,11 @@ class FastDiamond(nn.Module):
         entries = torch.cat([keys, values], dim=-1)
         latents = self._part(self.latents, layer, heads)
         chosen = torch.arange(count, device=entries.device) * latents.shape[-2] // count
-        at_latents, at_entries = self._places(count, keys.shape[-2], entries)
-        query = self._rotated(_unit(latents[:, chosen]), at_latents)
-        key = self._rotated(_unit(entries @ self._part(self.key, layer, heads)), at_entries)
-        logits = entries.shape[-1] * (query @ key.transpose(-1, -2)) + bias[:, None].to(entries.dtype)
+        of_latents, of_entries = self._angles(count, entries)
+        query = entries.shape[-1] * _rotated(_unit(latents[:, chosen]), *of_latents)
+        key = _rotated(_unit(entries @ self._part(self.key, layer, heads)), *of_entries)
+        query, key = (part.expand(len(entries), -1, -1) for part in (query, key))
+        logits = torch.baddbmm(bias[:, None].to(entries.dtype), query, key.transpose(1, 2))
         # softmax(..) (X W_V) W_O, with the product over the entries first: t rows are projected and not n.
         read = logits.softmax(dim=-1) @ entries
         written = read @ self._part(self.value, layer, heads) @ self._part(self.output, layer, heads)
@@ -84,22 +87,35 @@ class FastDiamond(nn.Module):
         of_layer = parameter[layer if len(parameter) > 1 else 0]
         return of_layer[heads] if len(of_layer) > 1 else of_layer
 
-    def _places(self, count: int, entries: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where latents and entries stand for the rotary embedding, latents at the beginning of their share."""
-        share = entries / count
-        latents = torch.arange(count, device=like.device, dtype=like.dtype) * share
-        unit = share if self.settings.rope_unit == "latent" else 1.0
-        return latents / unit, torch.arange(entries, device=like.device, dtype=like.dtype) / unit
+    def _angles(self, count: int, entries: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Return cosines and sines where latents and where entries (heads, n, 2d) stand.
 
-    def _rotated(self, states: Tensor, places: Tensor) -> Tensor:
-        """Rotate states (..., n, 2d) by their places (n,)."""
-        half = states.shape[-1] // 2
-        powers = torch.arange(half, device=states.device, dtype=states.dtype) / half
-        base = torch.tensor(self.settings.rope_base, device=states.device, dtype=states.dtype)
-        angles = places[:, None] * base.pow(-powers)
-        cosine, sine = angles.cos(), angles.sin()
-        first, second = states[..., :half], states[..., half:]
-        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+        Latents stand at the beginning of their share, the first at the first entry.
+        """
+        total, width = entries.shape[-2:]
+        share = total / count
+        unit = share if self.settings.rope_unit == "latent" else 1.0
+        base, kind = self.settings.rope_base, (entries.dtype, entries.device)
+        return (
+            _table(count, share / unit, base, width // 2, *kind),
+            _table(total, 1 / unit, base, width // 2, *kind),
+        )
+
+
+@lru_cache(maxsize=16)
+def _table(
+    count: int, step: float, base: float, pairs: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (count, pairs) for places 0, step, 2 step and so on; alike in all layers."""
+    places, powers = (torch.arange(number, dtype=torch.float64) for number in (count, pairs))
+    angles = places[:, None] * step * torch.pow(base, -powers / pairs)
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def _rotated(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate states (..., n, 2d), dimension i with i + d, by cosines and sines (n, d)."""
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
 
 
 def _unit(states: Tensor) -> Tensor:

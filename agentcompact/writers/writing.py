@@ -57,7 +57,9 @@ def _write(writer: FastDiamond, layer: int, heads: slice, span: Span, budget: in
     """Write the entries of a uniform span, which holds some of the layer's heads, chunk by chunk."""
     keys, values, bias, positions = (span.dense(t) for t in (span.keys, span.values, span.bias, span.positions))
     dtype, own = keys.dtype, writer.latents.dtype
-    plain, values = rotate(keys, positions, back=True).to(own), values.to(own)
+    # Where heads stand alike, their angles are computed once.
+    shared = positions[0] if bool((positions == positions[:1]).all()) else positions
+    plain, values = rotate(keys, shared, back=True).to(own), values.to(own)
     parts = []
     for chunk in plan_chunks(keys.shape[1], budget, writer.settings.context, writer.settings.latents):
         rows = slice(chunk.start, chunk.stop)
