@@ -56,6 +56,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--strategies", default=STRATEGIES)
     parser.add_argument("--examples", type=int, default=40)
+    parser.add_argument("--skip", type=int, default=16, help="held-out windows that training itself measured on")
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()
@@ -94,9 +95,10 @@ def measure_kl(
     ratios: dict[str, list[float]] = {name: [] for name in names}
     divergences: dict[str, list[float]] = {name: [] for name in names}
     without: list[float] = []
+    windows = corpus.held_out[arguments.skip :]
     for number in range(arguments.examples):
-        turn, place = divmod(number, len(corpus.held_out))
-        window = corpus.held_out[place]
+        turn, place = divmod(number, len(windows))
+        window = windows[place]
         cue = window.cue(turn, settings)
         full = engine.prefill(window.context_ids, capture_seed=0)
         teacher = _continuation_logits(engine, full.fork(), cue.ids, cue.continuation)

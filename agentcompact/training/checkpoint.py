@@ -29,7 +29,8 @@ def save_checkpoint(
         for moment in MOMENTS:
             if moment in optimiser.state.get(parameter, {}):
                 tensors[f"{moment}.{name}"] = optimiser.state[parameter][moment].cpu()
-    text = json.dumps({"update": update, **facts}, sort_keys=True)
+    steps = [int(state["step"]) for state in optimiser.state.values()]
+    text = json.dumps({"update": update, "steps": max(steps, default=0), **facts}, sort_keys=True)
     with atomic_output(path, overwrite=True, private=False) as temporary:
         save_file(tensors, temporary, {"agentcompact_training": text, "digest": digest_of(text, tensors)})
 
@@ -49,7 +50,7 @@ def load_checkpoint(path: Path, writer: FastDiamond, optimiser: torch.optim.Opti
     if not text or digest_of(text, tensors) != stored.get("digest"):
         raise TrainingError(f"{path} is damaged: remove the folder and train anew")
     kept = json.loads(text)
-    update = int(kept.pop("update"))
+    update, steps = int(kept.pop("update")), int(kept.pop("steps"))
     for name in sorted(facts):
         if kept.get(name) != facts[name]:
             raise TrainingError(
@@ -61,7 +62,7 @@ def load_checkpoint(path: Path, writer: FastDiamond, optimiser: torch.optim.Opti
             parameter.copy_(tensors[f"writer.{name}"])
             if f"{MOMENTS[0]}.{name}" in tensors:
                 optimiser.state[parameter] = {
-                    "step": torch.tensor(float(update)),
+                    "step": torch.tensor(float(steps)),
                     **{moment: tensors[f"{moment}.{name}"].to(parameter) for moment in MOMENTS},
                 }
     return update

@@ -17,6 +17,9 @@ class TrainingSettings(BaseModel):
     attention_updates: int = Field(
         0, ge=0, description="updates before those on the attention outputs of each layer alone, several times cheaper"
     )
+    attention_weight: float = Field(
+        0.0, ge=0, description="what the error of attention outputs counts beside the loss on continuations"
+    )
     accumulate: int = Field(8, ge=1, description="examples of one update")
     attention_accumulate: int = Field(1, ge=1, description="examples of one update on attention outputs")
     learning_rate: float = Field(3e-4, gt=0)
@@ -41,6 +44,11 @@ class TrainingSettings(BaseModel):
     def context(self) -> int:
         """Tokens of the context: each application after the first reads what was written and new entries."""
         return self.writer.context + (self.applications - 1) * (self.writer.context - self.writer.latents)
+
+    @property
+    def reads_attention(self) -> bool:
+        """Whether some loss is on attention outputs."""
+        return self.attention_updates > 0 or self.attention_weight > 0
 
     @property
     def total(self) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentcompact.cache import CompactedCache
 from agentcompact.engines import GIVES_GRADIENTS, ROTATES_STATES, TransformersEngine
 from agentcompact.errors import TrainingError
 from agentcompact.files import atomic_output
@@ -99,7 +100,7 @@ class Trainer:
         self.writer = self._first_writer(start_from).to(engine.model.device)
         self.optimiser = torch.optim.AdamW(self.writer.parameters(), lr=settings.learning_rate, betas=(0.9, 0.999))
         store = TeacherStore(teacher_folder or output / "teacher", teacher_bytes)
-        self.teacher = Teacher(engine, store, attention=settings.attention_updates > 0)
+        self.teacher = Teacher(engine, store, attention=settings.reads_attention)
         self.update = 0
         self.log: list[dict[str, Any]] = []
         self._recent: dict[str, deque[float]] = {}
@@ -154,12 +155,14 @@ class Trainer:
         """Do the next update; False where a stop was asked for before it was whole, so that it was not done."""
         settings = self.settings
         started, losses = time.perf_counter(), []
+        if self.update == settings.attention_updates:
+            self.optimiser.state.clear()  # moments of the other loss would make the first steps many times too long
         self.optimiser.zero_grad(set_to_none=True)
         examples = self._examples
         for number in examples:
             if asked():
                 return False
-            loss = self._loss(*self._example(number), self._in_attention_phase)
+            loss = self._loss(*self._example(number))
             (loss / len(examples)).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
         torch.nn.utils.clip_grad_norm_(self.writer.parameters(), settings.clip)
@@ -211,12 +214,20 @@ class Trainer:
         window = windows[order[place]]
         return window, window.cue(epoch % self.settings.cues, self.settings)
 
-    def _loss(self, window: Window, cue: Cue, attention: bool) -> Tensor:
-        device = self.engine.model.device
-        said = self.teacher.cue(window, cue)
-        compacted = written_cache(self.writer, self.engine, self.teacher.context(window), self.settings.applications)
-        if attention:
+    def _compacted(self, window: Window) -> CompactedCache:
+        return written_cache(self.writer, self.engine, self.teacher.context(window), self.settings.applications)
+
+    def _loss(self, window: Window, cue: Cue) -> Tensor:
+        """Return an example's loss in the phase the run is in."""
+        said, compacted = self.teacher.cue(window, cue), self._compacted(window)
+        if self._in_attention_phase:
             return attention_loss(self.engine, compacted, said)
+        weight = self.settings.attention_weight
+        beside = weight * attention_loss(self.engine, compacted, said) if weight else 0.0
+        return self._continuation_loss(compacted, cue, said) + beside
+
+    def _continuation_loss(self, compacted: CompactedCache, cue: Cue, said: dict[str, Tensor]) -> Tensor:
+        device = self.engine.model.device
         mixed = torch.autocast(device.type, torch.bfloat16) if device.type == "cuda" else nullcontext()
         with mixed:
             return continuation_loss(self.engine, compacted, cue, said)
@@ -241,9 +252,10 @@ class Trainer:
             turn, place = divmod(number, len(self.corpus.held_out))
             window = self.corpus.held_out[place]
             cue = window.cue(turn, self.settings)
-            of_continuations.append(float(self._loss(window, cue, attention=False)))
+            said, compacted = self.teacher.cue(window, cue), self._compacted(window)
             if self.teacher.attention:
-                of_attention.append(float(self._loss(window, cue, attention=True)))
+                of_attention.append(float(attention_loss(self.engine, compacted, said)))
+            of_continuations.append(float(self._continuation_loss(compacted, cue, said)))
         mean = sum(of_continuations) / len(of_continuations)
         return mean, sum(of_attention) / len(of_attention) if of_attention else None
 

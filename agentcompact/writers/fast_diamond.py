@@ -7,6 +7,7 @@ of the values, and measures distance from latent to latent; the entries' biases 
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -42,6 +43,7 @@ class FastDiamond(nn.Module):
         self.value = nn.Parameter(identity.expand(square).clone())
         self.output = nn.Parameter(identity.expand(square).clone())
         self.latents = nn.Parameter(latents.clone())
+        self.weight = nn.Parameter(torch.zeros(bank[:3])) if settings.weights == "trained" else None
 
     def _shared(self, sharing: Sharing) -> tuple[int, int]:
         return (
@@ -71,9 +73,8 @@ class FastDiamond(nn.Module):
         """
         entries = torch.cat([keys, values], dim=-1)
         latents = self._part(self.latents, layer, heads)
-        chosen = torch.arange(count, device=entries.device) * latents.shape[-2] // count
         of_latents, of_entries = self._angles(count, entries)
-        query = entries.shape[-1] * _rotated(_unit(latents[:, chosen]), *of_latents)
+        query = entries.shape[-1] * _rotated(_unit(latents[:, self._chosen(count)]), *of_latents)
         key = _rotated(_unit(entries @ self._part(self.key, layer, heads)), *of_entries)
         query, key = (part.expand(len(entries), -1, -1) for part in (query, key))
         logits = torch.baddbmm(bias[:, None].to(entries.dtype), query, key.transpose(1, 2))
@@ -81,6 +82,19 @@ class FastDiamond(nn.Module):
         read = logits.softmax(dim=-1) @ entries
         written = read @ self._part(self.value, layer, heads) @ self._part(self.output, layer, heads)
         return written[..., : self.head_dim], written[..., self.head_dim :]
+
+    def biases(self, layer: int, bias: Tensor, count: int, heads: slice = slice(None)) -> Tensor:
+        """Return the biases (heads, count) float32 of what `forward` writes from entries with these (heads, n)."""
+        if self.settings.weights == "none":
+            return torch.zeros(len(bias), count, device=bias.device)
+        total = torch.logsumexp(bias.float(), dim=1, keepdim=True)
+        if self.weight is None:
+            return (total - math.log(count)).expand(-1, count)
+        return total - math.log(bias.shape[1]) + self._part(self.weight, layer, heads)[:, self._chosen(count)]
+
+    def _chosen(self, count: int) -> Tensor:
+        """Return which latents write where fewer are needed: evenly chosen, the first among them."""
+        return torch.arange(count, device=self.latents.device) * self.settings.latents // count
 
     def _part(self, parameter: Tensor, layer: int, heads: slice) -> Tensor:
         """Return one layer's (heads or 1, ...) of a shared parameter."""

@@ -33,6 +33,8 @@ class WriterSettings(BaseModel):
     positions: Literal["spread", "packed"] = Field(
         "spread", description="where the written keys are rotated to: evenly over the span, or its first positions"
     )
-    weights: Literal["none", "conserved"] = Field(
-        "none", description="the bias of written entries: 0, or the logarithm of how many they stand for each"
+    weights: Literal["trained", "none", "conserved"] = Field(
+        "trained",
+        description="the bias of written entries: trained for each latent, on top of the mean weight of what is read; "
+        "0; or the logarithm of how many entries each stands for",
     )

@@ -64,19 +64,15 @@ def _write(writer: FastDiamond, layer: int, heads: slice, span: Span, budget: in
     for chunk in plan_chunks(keys.shape[1], budget, writer.settings.context, writer.settings.latents):
         rows = slice(chunk.start, chunk.stop)
         new_keys, new_values = writer(layer, plain[:, rows], values[:, rows], bias[:, rows], chunk.count, heads)
-        new_bias, at = _stand(writer, bias[:, rows], positions[:, rows], chunk.count)
+        at = _places(writer, positions[:, rows], chunk.count)
+        new_bias = writer.biases(layer, bias[:, rows], chunk.count, heads)
         parts.append((rotate(new_keys, at).to(dtype), new_values.to(dtype), new_bias, at))
     keys, values, bias, positions = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
     return Span.from_dense(keys, values, positions, bias)
 
 
-def _stand(writer: FastDiamond, bias: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the biases and the positions (heads, count) of entries that stand for those given, (heads, n)."""
-    if writer.settings.weights == "conserved":
-        new_bias = (torch.logsumexp(bias.float(), dim=1, keepdim=True) - math.log(count)).expand(-1, count)
-    else:
-        new_bias = torch.zeros(len(bias), count, device=bias.device)
+def _places(writer: FastDiamond, positions: Tensor, count: int) -> Tensor:
+    """Return the positions (heads, count) of entries that are written from those at positions (heads, n)."""
     if writer.settings.positions == "packed":
-        return new_bias, positions[:, :count]
-    first = torch.arange(count, device=positions.device) * positions.shape[1] // count
-    return new_bias, positions[:, first]
+        return positions[:, :count]
+    return positions[:, torch.arange(count, device=positions.device) * positions.shape[1] // count]
