@@ -129,7 +129,8 @@ def _table(
 def _rotated(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate states (..., n, 2d), dimension i with i + d, by cosines and sines (n, d)."""
     first, second = states.chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    turned = torch.addcmul(first * cosine, second, sine, value=-1), torch.addcmul(second * cosine, first, sine)
+    return torch.cat(turned, dim=-1)
 
 
 def _unit(states: Tensor) -> Tensor:
