@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from agentcompact.cache import CompactedCache, PromptFormat
 from agentcompact.engines import Engine, Generation, Progress, TransformersEngine, question_ids
-from agentcompact.errors import ContextLengthError, DocumentError, SettingsError
+from agentcompact.errors import BudgetError, ContextLengthError, DocumentError, SettingsError
 from agentcompact.models import LoadedModel
 from agentcompact.settings import SamplingSettings, build_settings, resolve_budget
 from agentcompact.strategies import CompactionRequest, Strategy, compact_in_blocks, make_strategy
@@ -31,6 +31,7 @@ def compact(
     seed: int = 0,
     document: str = "",
     block: int | None = None,
+    rolling: bool = False,
     progress: Progress | None = None,
     checkpoint: str | Path | None = None,
     resume: bool = False,
@@ -42,9 +43,10 @@ def compact(
     the text into the model's chat template, so that questions are asked as a user's; "raw" asks them after the plain
     text; "auto" is chat where the model has a template, but raw for the embedded model, which answers better so.
     document: a name kept in the metadata. block: tokens that are prefilled and compacted at a time, so that memory
-    grows with the block and what is kept, not with the text; all at once by default. checkpoint: a file in which a
-    resumable strategy (`ttt`) keeps what it has reached; it stays until you remove it. resume: go on from it if it is
-    there. settings: the strategy's own. The report is the last of `cache.metadata.reports`.
+    grows with the block and what is kept, not with the text; all at once by default. rolling: each block is compacted
+    together with what was kept of those before it, into the whole budget again. checkpoint: a file in which a resumable
+    strategy (`ttt`) keeps what it has reached; it stays until you remove it. resume: go on from it if it is there.
+    settings: the strategy's own. The report is the last of `cache.metadata.reports`.
 
     Raises DocumentError for an empty text, ContextLengthError for one that is longer than the model's context,
     BudgetError and SettingsError for what cannot be met.
@@ -55,12 +57,23 @@ def compact(
     if ratio is None and budget is None:
         ratio = 8.0
     resolve_budget(1, ratio=ratio, budget=budget)
+    if rolling and block is None:
+        raise BudgetError("rolling compaction goes block by block: give the tokens of a block")
     engine = as_engine(model)
     method.check_engine(engine)
     if block is not None:
         form, ids = _document_ids(engine, text, prompt)
         cache = compact_in_blocks(
-            method, engine, ids, block=block, ratio=ratio, budget=budget, focus=focus, seed=seed, progress=progress
+            method,
+            engine,
+            ids,
+            block=block,
+            ratio=ratio,
+            budget=budget,
+            rolling=rolling,
+            focus=focus,
+            seed=seed,
+            progress=progress,
         )
         return _described(cache, form, text, document)
     captured = seed if method.reads_prefill_queries else None

@@ -47,6 +47,14 @@ class CacheFileError(InputError):
     """A cache file that is damaged, of a newer version, or of another model."""
 
 
+class WriterFileError(InputError):
+    """A trained writer that is missing or damaged, or that does not fit the model or the budget."""
+
+
+class TrainingError(InputError):
+    """A corpus or settings that a writer cannot be trained with."""
+
+
 class CacheError(AgentCompactError):
     """An operation that a cache cannot do in the state it is in."""
 

@@ -64,7 +64,7 @@ def attend(query: Tensor, span: Span, key: Tensor, value: Tensor, mask: Tensor |
     queries' own. mask: (batch, 1, q, n), True where the tail may be seen, or additive floats, or None for causal.
     """
     span_output, span_mass = _span_branch(query, span, scaling)
-    tail_output, tail_mass = _tail_branch(query, key, value, mask, scaling)
+    tail_output, tail_mass = tail_branch(query, key, value, mask, scaling)
     total = torch.logaddexp(span_mass, tail_mass)
     merged = span_output * (span_mass - total).exp() + tail_output * (tail_mass - total).exp()
     return merged.to(query.dtype)
@@ -105,7 +105,7 @@ def _padded(span: Span) -> tuple[Tensor, Tensor, Tensor]:
     return span.keys[rows], span.values[rows], bias
 
 
-def _tail_branch(
+def tail_branch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Output and log-normalizer (..., 1) over the tail for query (batch, query_heads, q, head_dim)."""

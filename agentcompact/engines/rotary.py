@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +25,9 @@ Angles = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 OneTokenKeys = Callable[[int], list[Tensor]]
 """Keys (kv_heads, 1, head_dim) of the full layers for a sequence of one token at a position."""
+
+REMEMBERED = 2
+"""Position tables that are kept: all layers of a span mostly ask for the same, where they stand and where they go."""
 
 PROBED_POSITIONS = (0, 5, 97, 1531)
 
@@ -56,9 +60,9 @@ class Layout:
         if back:
             factor = cosine.square() + sine.square()
             cosine, sine = cosine / factor, -sine / factor
-        turned = (a * cosine - b * sine, b * cosine + a * sine)
+        turned = (torch.addcmul(a * cosine, b, sine, value=-1), torch.addcmul(b * cosine, a, sine))
         joined = torch.stack(turned, dim=-1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
-        return torch.cat([joined, rest], dim=-1)
+        return torch.cat([joined, rest], dim=-1) if rest.shape[-1] else joined
 
 
 class Rotary:
@@ -67,6 +71,7 @@ class Rotary:
     def __init__(self, angles: Angles, layout: Layout) -> None:
         self._angles = angles
         self._layout = layout
+        self._known: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=REMEMBERED)
 
     @classmethod
     def of_model(cls, causal_lm: Any, keys_of: OneTokenKeys, geometry: ModelGeometry) -> Rotary:
@@ -94,11 +99,17 @@ class Rotary:
     def rotate(self, states: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
         """Rotate states (heads, n, head_dim) to positions (n,) or (heads, n), or back from there; in float32."""
         rows = positions.to(states.device).long()
-        cosine, sine = self._angles(rows[None] if rows.dim() == 1 else rows)
-        turned = self._layout.turn(
-            states.float(), self._layout.pick(cosine.float()), self._layout.pick(sine.float()), back=back
-        )
-        return turned.to(states.dtype)
+        cosine, sine = self._tables(rows[None] if rows.dim() == 1 else rows)
+        return self._layout.turn(states.float(), cosine, sine, back=back).to(states.dtype)
+
+    def _tables(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines (rows, n, pairs) of positions; those of the last are kept, for the next layer."""
+        for positions, cosine, sine in self._known:
+            if positions.device == rows.device and torch.equal(positions, rows):
+                return cosine, sine
+        cosine, sine = (self._layout.pick(table.float()) for table in self._angles(rows))
+        self._known.append((rows.clone(), cosine, sine))
+        return cosine, sine
 
     def _explains(self, keys: list[Tensor], positions: list[int], tolerance: float) -> bool:
         """Whether keys (layers, kv_heads, 1, head_dim) at all positions become the same when rotated back."""

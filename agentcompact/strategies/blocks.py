@@ -23,6 +23,7 @@ def compact_in_blocks(
     block: int,
     ratio: float | None = None,
     budget: int | None = None,
+    rolling: bool = False,
     focus: str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -30,7 +31,8 @@ def compact_in_blocks(
     """Prefill and compact a context in blocks of `block` tokens; each is read behind what is kept of those before it.
 
     A budget is shared by the blocks in proportion to their tokens. The blocks make one cache with one report; its
-    memory never holds more than the kept entries and one block's. Raises BudgetError for a block that is too small, or
+    memory never holds more than the kept entries and one block's. rolling: each block is compacted together with what
+    was kept of those before it, always into the whole budget. Raises BudgetError for a block that is too small, or
     a strategy that writes other text and so has no place for blocks.
     """
     if block < SMALLEST_BLOCK:
@@ -48,18 +50,42 @@ def compact_in_blocks(
             capture_seed=seed if strategy.reads_prefill_queries else None,
             progress=_of_whole(progress, start, total),
         )
-        if budget is None:
+        if rolling:
+            kept = resolve_budget(total, ratio=ratio, budget=budget)
+        elif budget is None:
             kept = resolve_budget(stop - start, ratio=ratio)
         else:
             kept = max(1, math.floor(budget * stop / total) - math.floor(budget * start / total))
         request = CompactionRequest(
-            engine=engine, cache=cache, budget=kept, start=start, stop=stop, focus=focus, seed=seed, progress=progress
+            engine=engine,
+            cache=cache,
+            budget=kept,
+            start=0 if rolling else start,
+            stop=stop,
+            focus=focus,
+            seed=seed,
+            progress=progress,
         )
         cache = strategy.compact(request).cache
         cache.captured = None
         reports.append(cache.metadata.reports.pop())
-    cache.metadata.reports.append(joined_report(reports))
+    cache.metadata.reports.append(_rolled_report(reports) if rolling else joined_report(reports))
     return cache
+
+
+def _rolled_report(reports: Sequence[Report]) -> Report:
+    """Return one report for compactions each of which took in what the one before it had left."""
+    joined, last = joined_report(reports), reports[-1]
+    return joined.model_copy(
+        update={
+            "tokens": last.tokens,
+            "budget": last.budget,
+            "entries_before": joined.entries_before - (joined.entries_after - last.entries_after),
+            "entries_after": last.entries_after,
+            "bytes_before": joined.bytes_before - (joined.bytes_after - last.bytes_after),
+            "bytes_after": last.bytes_after,
+        }
+    )
 
 
 def joined_report(reports: Sequence[Report]) -> Report:

@@ -38,11 +38,13 @@ if TYPE_CHECKING:
     "--strategy", "-s", default="attention_matching", show_default=True, help="See `agentcompact strategies`."
 )
 @click.option("--set", "pairs", multiple=True, metavar="NAME=VALUE", help="A setting of the strategy; repeatable.")
+@click.option("--writer", type=click.Path(path_type=Path), help="Trained writer, for the strategy fast_diamond.")
 @click.option(
     "--block",
     type=click.IntRange(min=1),
     help="Tokens to prefill and compact at a time, so that memory stays bounded. [default: all at once]",
 )
+@click.option("--rolling", is_flag=True, help="Compact each block with what was kept before it, into one budget.")
 @click.option(
     "--prompt",
     type=click.Choice(["auto", "chat", "raw"]),
@@ -64,6 +66,7 @@ def command(
     budget: int | None,
     strategy: str,
     pairs: tuple[str, ...],
+    writer: Path | None,
     force: bool,
     resume: bool,
     choice: ModelChoice,
@@ -83,9 +86,11 @@ def command(
     """
     # Everything that can be wrong without a model is checked before one is loaded.
     ratio = _checked_ratio(ratio, budget)
+    if options["rolling"] and options["block"] is None:
+        raise click.UsageError("--rolling goes block by block: give the tokens of a block with --block")
     texts = [read_document(document) for document in documents]
     targets = _targets(documents, output, output_dir, force)
-    settings = parse_settings(pairs)
+    settings = parse_settings(pairs) | ({} if writer is None else {"writer": str(writer)})
     written = []
     with working(quiet) as work:
         work.say("starting")

@@ -13,7 +13,7 @@ import click
 
 from agentcompact.errors import AgentCompactError
 
-# Subcommand -> what `agentcompact --help` says of it; each lives in the module of its name.
+# Subcommand -> what `agentcompact --help` says of it; each lives in the module of its name, - being _.
 COMMANDS = {
     "chat": "Talk with a model; the conversation compacts itself.",
     "sessions": "List, show, export and delete what chats left.",
@@ -23,6 +23,8 @@ COMMANDS = {
     "eval": "Measure strategies on the same documents.",
     "report": "Show what was measured: tables, plots, a page.",
     "strategies": "List the strategies, their settings and defaults.",
+    "build-corpus": "Gather texts to train a writer on.",
+    "train-writer": "Train a writer for the strategy fast_diamond.",
     "models": "List the models at hand, and how to name others.",
 }
 
@@ -36,7 +38,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"agentcompact_cli.{cmd_name}").command
+        command: click.Command = import_module(f"agentcompact_cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def resolve_command(

@@ -1,0 +1,77 @@
+"""Checkpoints of a training run: the writer, the optimiser's state and where the run is, in one safetensors file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agentcompact.errors import TrainingError
+from agentcompact.files import atomic_output
+from agentcompact.writers import FastDiamond
+from agentcompact.writers.file import digest_of
+
+FILE_NAME = "checkpoint.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def save_checkpoint(
+    path: Path, writer: FastDiamond, optimiser: torch.optim.Optimizer, update: int, facts: dict[str, Any]
+) -> None:
+    """Write a checkpoint after `update` updates. facts: what a run that resumes from it must be alike in."""
+    tensors = {f"writer.{name}": tensor.detach().cpu() for name, tensor in writer.named_parameters()}
+    for name, parameter in writer.named_parameters():
+        for moment in MOMENTS:
+            if moment in optimiser.state.get(parameter, {}):
+                tensors[f"{moment}.{name}"] = optimiser.state[parameter][moment].cpu()
+    steps = [int(state["step"]) for state in optimiser.state.values()]
+    text = json.dumps({"update": update, "steps": max(steps, default=0), **facts}, sort_keys=True)
+    with atomic_output(path, overwrite=True, private=False) as temporary:
+        save_file(tensors, temporary, {"agentcompact_training": text, "digest": digest_of(text, tensors)})
+
+
+def load_checkpoint(path: Path, writer: FastDiamond, optimiser: torch.optim.Optimizer, facts: dict[str, Any]) -> int:
+    """Put writer and optimiser to where a checkpoint was written; return the number of updates done.
+
+    Raises TrainingError where it is damaged, or was begun with other settings, another model or corpus.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = file.metadata() or {}
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise TrainingError(f"{path} is damaged: remove the folder and train anew") from error
+    text = stored.get("agentcompact_training", "")
+    if not text or digest_of(text, tensors) != stored.get("digest"):
+        raise TrainingError(f"{path} is damaged: remove the folder and train anew")
+    kept = json.loads(text)
+    update, steps = int(kept.pop("update")), int(kept.pop("steps"))
+    for name in sorted(facts):
+        if kept.get(name) != facts[name]:
+            raise TrainingError(
+                f"{path.parent} holds a run with {_difference(name, kept.get(name), facts[name])}: "
+                "give the same again to resume it, or another --output"
+            )
+    with torch.no_grad():
+        for name, parameter in writer.named_parameters():
+            parameter.copy_(tensors[f"writer.{name}"])
+            if f"{MOMENTS[0]}.{name}" in tensors:
+                optimiser.state[parameter] = {
+                    "step": torch.tensor(float(steps)),
+                    **{moment: tensors[f"{moment}.{name}"].to(parameter) for moment in MOMENTS},
+                }
+    return update
+
+
+def _difference(name: str, kept: Any, wanted: Any) -> str:
+    """Return in words in what two facts differ."""
+    if isinstance(kept, dict) and isinstance(wanted, dict):
+        for key in wanted:
+            if kept.get(key) != wanted[key]:
+                return _difference(key, kept.get(key), wanted[key])
+    return f"another {name} ({kept}, not {wanted})" if not isinstance(wanted, dict) else f"another {name}"

@@ -1,0 +1,144 @@
+"""The Fast Diamond writer: one single-head cross-attention of latents over the entries of a layer and head.
+
+Source: "The Optimization Landscape of Learning Compacted Context Models", section 5, equations 7 to 9 and 11. What the
+paper leaves open is settled so: the rotary embedding inside the writer pairs dimension i of the keys with dimension i
+of the values, and measures distance from latent to latent; the entries' biases are added to the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from agentcompact.writers.settings import Sharing, WriterSettings
+
+SMALLEST_NORM = 1e-6
+
+
+class FastDiamond(nn.Module):
+    """Latents Z (t, 2d) and projections W_K, W_V, W_O (2d, 2d), for each layer and KV head or shared between them.
+
+    The readouts W_key = [I 0] and W_value = [0 I] are frozen, so they are the two halves of the output and no tensors.
+    """
+
+    def __init__(self, settings: WriterSettings, layers: int, kv_heads: int, head_dim: int, seed: int = 0) -> None:
+        """layers: the model's layers of full attention. seed: of what begins at random."""
+        super().__init__()
+        self.settings = settings
+        self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
+        width = 2 * head_dim
+        generator = torch.Generator().manual_seed(seed)
+        identity = torch.eye(width)
+        random = settings.initialisation == "kvid"
+        square = (*self._shared(settings.share_projections), width, width)
+        bank = (*self._shared(settings.share_latents), settings.latents, width)
+        if random:
+            key, latents = (torch.randn(shape, generator=generator) / width**0.5 for shape in (square, bank))
+        else:
+            key, latents = identity.expand(square), _block_diagonal(*bank[2:]).expand(bank)
+        self.key = nn.Parameter(key.clone())
+        self.value = nn.Parameter(identity.expand(square).clone())
+        self.output = nn.Parameter(identity.expand(square).clone())
+        self.latents = nn.Parameter(latents.clone())
+        self.weight = nn.Parameter(torch.zeros(bank[:3])) if settings.weights == "trained" else None
+
+    def _shared(self, sharing: Sharing) -> tuple[int, int]:
+        return (
+            self.layers if sharing in ("layer", "layer_head") else 1,
+            self.kv_heads if sharing in ("head", "layer_head") else 1,
+        )
+
+    @torch.no_grad()
+    def anchor(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Let a layer's first latent look for entries like those given.
+
+        keys, values: (examples, kv_heads, head_dim), keys un-rotated; what heads or layers share gets the mean, of the
+        layer that is anchored last.
+        """
+        mean = _unit(torch.cat([keys, values], dim=-1)).mean(dim=0)
+        of_layer = self.latents[layer if len(self.latents) > 1 else 0]
+        of_layer[:, 0] = mean if len(of_layer) > 1 else mean.mean(dim=0, keepdim=True)
+
+    def forward(
+        self, layer: int, keys: Tensor, values: Tensor, bias: Tensor, count: int, heads: slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
+        """Write `count` entries for each head from its n entries.
+
+        layer: number among the layers of full attention. keys, values: (heads, n, head_dim), keys un-rotated. bias:
+        (heads, n). count: at most the latents; fewer are taken evenly. heads: which of the layer's KV heads are given.
+        Returns un-rotated keys and values, (heads, count, head_dim).
+        """
+        entries = torch.cat([keys, values], dim=-1)
+        latents = self._part(self.latents, layer, heads)
+        of_latents, of_entries = self._angles(count, entries)
+        query = entries.shape[-1] * _rotated(_unit(latents[:, self._chosen(count)]), *of_latents)
+        key = _rotated(_unit(entries @ self._part(self.key, layer, heads)), *of_entries)
+        query, key = (part.expand(len(entries), -1, -1) for part in (query, key))
+        logits = torch.baddbmm(bias[:, None].to(entries.dtype), query, key.transpose(1, 2))
+        # softmax(..) (X W_V) W_O, with the product over the entries first: t rows are projected and not n.
+        read = logits.softmax(dim=-1) @ entries
+        written = read @ self._part(self.value, layer, heads) @ self._part(self.output, layer, heads)
+        return written[..., : self.head_dim], written[..., self.head_dim :]
+
+    def biases(self, layer: int, bias: Tensor, count: int, heads: slice = slice(None)) -> Tensor:
+        """Return the biases (heads, count) float32 of what `forward` writes from entries with these (heads, n)."""
+        if self.settings.weights == "none":
+            return torch.zeros(len(bias), count, device=bias.device)
+        total = torch.logsumexp(bias.float(), dim=1, keepdim=True)
+        if self.weight is None:
+            return (total - math.log(count)).expand(-1, count)
+        return total - math.log(bias.shape[1]) + self._part(self.weight, layer, heads)[:, self._chosen(count)]
+
+    def _chosen(self, count: int) -> Tensor:
+        """Return which latents write where fewer are needed: evenly chosen, the first among them."""
+        return torch.arange(count, device=self.latents.device) * self.settings.latents // count
+
+    def _part(self, parameter: Tensor, layer: int, heads: slice) -> Tensor:
+        """Return one layer's (heads or 1, ...) of a shared parameter."""
+        of_layer = parameter[layer if len(parameter) > 1 else 0]
+        return of_layer[heads] if len(of_layer) > 1 else of_layer
+
+    def _angles(self, count: int, entries: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Return cosines and sines where latents and where entries (heads, n, 2d) stand.
+
+        Latents stand at the beginning of their share, the first at the first entry.
+        """
+        total, width = entries.shape[-2:]
+        share = total / count
+        unit = share if self.settings.rope_unit == "latent" else 1.0
+        base, kind = self.settings.rope_base, (entries.dtype, entries.device)
+        return (
+            _table(count, share / unit, base, width // 2, *kind),
+            _table(total, 1 / unit, base, width // 2, *kind),
+        )
+
+
+@lru_cache(maxsize=16)
+def _table(
+    count: int, step: float, base: float, pairs: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (count, pairs) for places 0, step, 2 step and so on; alike in all layers."""
+    places, powers = (torch.arange(number, dtype=torch.float64) for number in (count, pairs))
+    angles = places[:, None] * step * torch.pow(base, -powers / pairs)
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def _rotated(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate states (..., n, 2d), dimension i with i + d, by cosines and sines (n, d)."""
+    first, second = states.chunk(2, dim=-1)
+    turned = torch.addcmul(first * cosine, second, sine, value=-1), torch.addcmul(second * cosine, first, sine)
+    return torch.cat(turned, dim=-1)
+
+
+def _unit(states: Tensor) -> Tensor:
+    """Divide by the length of the last dimension, which is taken to be at least a millionth."""
+    length: Tensor = states.norm(dim=-1, keepdim=True)
+    return states / length.clamp(min=SMALLEST_NORM)
+
+
+def _block_diagonal(rows: int, columns: int) -> Tensor:
+    """Return the identity of that shape: repeated downwards where there are more rows than columns."""
+    return torch.eye(columns)[torch.arange(rows) % columns]
