@@ -101,7 +101,7 @@ def test_losses_are_a_figure_of_the_evaluations_report(engine, registered, tmp_p
 def test_eval_of_all_strategies_leaves_out_those_that_train(registered):
     labels = [choice.label for choice in choose_strategies(["all"])]
     assert "kvzip" in labels
-    assert "ttt" not in labels
+    assert not {"ttt", "cartridge", "fast_diamond"} & set(labels)
     assert [choice.label for choice in choose_strategies(["ttt:preset=init"])] == ["ttt:preset=init"]
 
 

@@ -96,6 +96,8 @@ class Strategy(ABC):
     """Whether it writes a text of its own, so that positions begin anew instead of going on."""
     trains: ClassVar[bool] = False
     """Whether it trains entries, so that they are no originals and a compaction may take hours."""
+    learned: ClassVar[bool] = False
+    """Whether it needs something that was trained for the model beforehand, which most models do not have."""
     resumable: ClassVar[bool] = False
     """Whether it keeps a request's checkpoint and can go on from it."""
 

@@ -36,6 +36,7 @@ class FastDiamondStrategy(Strategy):
     settings_type = FastDiamondSettings
     settings: FastDiamondSettings
     needs = frozenset({ROTATES_STATES})
+    learned = True
     _loaded: tuple[str, FastDiamond, WriterRecord] | None = None
 
     def check_engine(self, engine: Engine) -> None:

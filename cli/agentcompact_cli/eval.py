@@ -92,7 +92,7 @@ def _numbers(kind: Callable[[str], Any]) -> Callable[..., list[Any]]:
     default=["all"],
     show_default=True,
     callback=_words,
-    help="Strategies, comma-separated, with settings as NAME:SETTING=VALUE:...; or all.",
+    help="Strategies, comma-separated, with settings as NAME:SETTING=VALUE:...; or all (but those that train).",
 )
 @click.option("--ratios", "-r", default="4,8,16", show_default=True, callback=_numbers(float), help="Comma-separated.")
 @click.option(
