@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shell runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
