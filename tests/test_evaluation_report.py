@@ -18,6 +18,7 @@ from agentcompact.errors import DocumentError, InputError, WriteError
 from agentcompact.evaluation.report import terminal_tables, write_report
 from agentcompact.evaluation.report.columns import interval, number, plain, small
 from agentcompact.evaluation.report.csv_file import csv_text
+from agentcompact.evaluation.report.drawing import label_logarithmic
 from agentcompact.evaluation.report.markdown import code
 from agentcompact.evaluation.results import FULL, NO_CONTEXT, CellResult, QuestionResult, latest
 from agentcompact.evaluation.summary import SummaryRow, summarise
@@ -497,3 +498,17 @@ def test_drawings_are_well_formed(written):
     for svg in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL):
         root = ElementTree.fromstring(svg)
         assert not any("}" in element.tag for element in root.iter())
+
+
+def test_labels_of_a_logarithmic_axis_are_few():
+    from matplotlib.figure import Figure
+
+    axis = Figure().subplots()
+    axis.set_xscale("log")
+    axis.set_xlim(1.2, 80)
+    label_logarithmic(axis.xaxis, "{:g}x".format)
+    low, high = axis.get_xlim()
+    places = [each for each in axis.xaxis.get_majorticklocs() if low <= each <= high]
+    assert places == [2, 5, 10, 20, 50]
+    assert axis.xaxis.get_major_formatter()(20, 0) == "20x"
+    assert axis.xaxis.get_minor_formatter()(30, 0) == ""

@@ -6,7 +6,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from agentcompact.errors import InputError
 from agentcompact.evaluation.report.columns import plain
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours without the yellow, then some of Paul Tol's: told apart by the colour-blind.
@@ -99,6 +100,15 @@ def settle(figure: Figure) -> None:
     """Lay the figure out once, for all files made of it: that takes most of the time."""
     figure.draw_without_rendering()
     figure.set_layout_engine(None)
+
+
+def label_logarithmic(axis: Axis, written: Callable[[float], str]) -> None:
+    """Label a logarithmic axis at 1, 2 and 5 of each power of ten alone, so that labels never run into each other."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: written(value)))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def short(text: str, length: int = LABEL) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from agentcompact.evaluation.report.columns import times
 from agentcompact.evaluation.report.content import Section
-from agentcompact.evaluation.report.drawing import COLOURS, DASHES, legend, new_figure
+from agentcompact.evaluation.report.drawing import COLOURS, DASHES, label_logarithmic, legend, new_figure
 from agentcompact.evaluation.results import CellResult
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def loss_figure(section: Section, cells: Sequence[CellResult], palette: dict[str
         axis.set_xlabel("updates")
         axis.set_ylabel("loss")
         axis.set_yscale("log")
+        label_logarithmic(axis.yaxis, "{:.4g}".format)
     legend(figure, list(handles.values()), list(handles))
     return "Losses of training", figure
 

@@ -18,6 +18,7 @@ from agentcompact.evaluation.report.drawing import (
     MARKERS,
     Drawing,
     drawing_style,
+    label_logarithmic,
     legend,
     new_figure,
     settle,
@@ -187,8 +188,6 @@ def _ratio_figure(section: Section, _: Content, palette: dict[str, int]) -> tupl
 
 
 def _time_figure(section: Section, _: Content, palette: dict[str, int]) -> tuple[str, Figure] | None:
-    from matplotlib.ticker import FuncFormatter
-
     panels = [
         p for p in _panels(_once(section)) if any(r.ratio and r.compaction_per_prefill is not None for r in p.rows)
     ]
@@ -219,7 +218,7 @@ def _time_figure(section: Section, _: Content, palette: dict[str, int]) -> tuple
         taken = [row.compaction_per_prefill or 0.0 for row in points]
         if min(taken) > 0 and max(taken) > 20 * min(taken):
             axis.set_xscale("log")
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: times(value)))
+            label_logarithmic(axis.xaxis, times)
         else:
             axis.set_xlim(left=0)
         axis.set_xlabel("compaction, multiple of prefill")
