@@ -77,3 +77,8 @@ class EvaluationError(AgentCompactError):
 
 class WriteError(AgentCompactError):
     """A file that could not be written (a full disk, a folder without write permission)."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message without line breaks, to stand in one of ours."""
+    return " ".join(str(error).split())

@@ -281,7 +281,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, cache):
 
 def crafted(path, change):
     """Rewrite a cache file with changed header and tensors and a digest that fits them."""
-    from agentcompact.cache import file
+    from agentcompact.cache.digest import tensors_digest
 
     with safe_open(path, framework="pt") as opened:
         text = opened.metadata()["agentcompact"]
@@ -290,7 +290,7 @@ def crafted(path, change):
     change(header, tensors)
     text = json.dumps(header, ensure_ascii=True, sort_keys=True)
     path.unlink()
-    save_file(tensors, path, {"agentcompact": text, "digest": file._digest(text, tensors)})
+    save_file(tensors, path, {"agentcompact": text, "digest": tensors_digest(text, tensors)})
 
 
 def of(name, change):

@@ -8,7 +8,6 @@ of tensors) under `digest`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from pathlib import Path
@@ -20,11 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentcompact.cache.compacted import CompactedCache
+from agentcompact.cache.digest import tensors_digest
 from agentcompact.cache.file_checks import SPAN_PARTS, FileHeader, LayerHeader, fault_of, layer_tensors
 from agentcompact.cache.layers import FullLayer
 from agentcompact.cache.span import Span
 from agentcompact.cache.tail import TailBuffer
-from agentcompact.errors import CacheError, CacheFileError, DocumentError, WriteError
+from agentcompact.errors import CacheError, CacheFileError, DocumentError, WriteError, one_line
 from agentcompact.files import atomic_output
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def save_cache(cache: CompactedCache, path: str | Path, *, overwrite: bool = Fal
     text = json.dumps(header, ensure_ascii=True, sort_keys=True)
     with atomic_output(path, overwrite=overwrite) as temporary:
         try:
-            save_file(tensors, temporary, {"agentcompact": text, "digest": _digest(text, tensors)})
+            save_file(tensors, temporary, {"agentcompact": text, "digest": tensors_digest(text, tensors)})
         except SafetensorError as error:
-            raise WriteError(f"{path} could not be written: {_one_line(error)}") from error
+            raise WriteError(f"{path} could not be written: {one_line(error)}") from error
     return path
 
 
@@ -90,8 +90,8 @@ def read_verified(path: Path) -> tuple[FileHeader, dict[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise CacheFileError(f"{path} is damaged: {_one_line(error)}") from error
-    if _digest(text, tensors) != digest:
+        raise CacheFileError(f"{path} is damaged: {one_line(error)}") from error
+    if tensors_digest(text, tensors) != digest:
         raise CacheFileError(f"{path} is damaged: its content does not match its digest; compact the document again")
     fault = fault_of(header, tensors)
     if fault:
@@ -143,7 +143,7 @@ def _open(path: Path) -> tuple[FileHeader, str, str]:
         with safe_open(path, framework="pt") as file:
             stored = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise CacheFileError(f"{path} is not a cache file, or is damaged: {_one_line(error)}") from error
+        raise CacheFileError(f"{path} is not a cache file, or is damaged: {one_line(error)}") from error
     if "agentcompact" not in stored or "digest" not in stored:
         raise CacheFileError(f"{path} is not a cache file: it was not written by agentcompact")
     text = stored["agentcompact"]
@@ -212,17 +212,3 @@ def _check_belongs(path: Path, header: FileHeader, tensors: dict[str, Tensor], m
         or any((tail.shape[1], tail.shape[3]) != shape for tail in tails)
     ):
         raise CacheFileError(f"{path} is no sound cache file: its layers or heads are not the model's")
-
-
-def _digest(text: str, tensors: dict[str, Tensor]) -> str:
-    """blake2b over the header text and each tensor's name, dtype, shape and bytes."""
-    digest = hashlib.blake2b(text.encode(), digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
-    return digest.hexdigest()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

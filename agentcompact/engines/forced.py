@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ Observer = Callable[[int, Tensor], None]
 """Called with a full layer's index and its queries (rows, query_heads, tokens, head_dim), before they attend."""
 
 
-class ForcedReading:
+class ForcedReading(ABC):
     """What `TransformersEngine` does with continuations that are given.
 
     Rows are padded on the left, so that continuations end together and logits are made of few positions but theirs: the
@@ -32,8 +33,9 @@ class ForcedReading:
     geometry: ModelGeometry
     counters: EngineCounters
 
+    @abstractmethod
     def check_room(self, start: int, tokens: int, more: int = 0) -> None:
-        raise NotImplementedError
+        """Raise ContextLengthError where so many tokens, and more, have no room behind `start` positions."""
 
     def forced_logits(
         self,

@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agentcompact.cache.digest import tensors_digest
 from agentcompact.errors import TrainingError
 from agentcompact.files import atomic_output
 from agentcompact.writers import FastDiamond
-from agentcompact.writers.file import digest_of
 
 FILE_NAME = "checkpoint.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,7 +32,7 @@ def save_checkpoint(
     steps = [int(state["step"]) for state in optimiser.state.values()]
     text = json.dumps({"update": update, "steps": max(steps, default=0), **facts}, sort_keys=True)
     with atomic_output(path, overwrite=True, private=False) as temporary:
-        save_file(tensors, temporary, {"agentcompact_training": text, "digest": digest_of(text, tensors)})
+        save_file(tensors, temporary, {"agentcompact_training": text, "digest": tensors_digest(text, tensors)})
 
 
 def load_checkpoint(path: Path, writer: FastDiamond, optimiser: torch.optim.Optimizer, facts: dict[str, Any]) -> int:
@@ -47,7 +47,7 @@ def load_checkpoint(path: Path, writer: FastDiamond, optimiser: torch.optim.Opti
     except (SafetensorError, OSError) as error:
         raise TrainingError(f"{path} is damaged: remove the folder and train anew") from error
     text = stored.get("agentcompact_training", "")
-    if not text or digest_of(text, tensors) != stored.get("digest"):
+    if not text or tensors_digest(text, tensors) != stored.get("digest"):
         raise TrainingError(f"{path} is damaged: remove the folder and train anew")
     kept = json.loads(text)
     update, steps = int(kept.pop("update")), int(kept.pop("steps"))

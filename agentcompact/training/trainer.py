@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from agentcompact.cache import CompactedCache
+from agentcompact.cache.digest import tensors_digest
 from agentcompact.engines import GIVES_GRADIENTS, ROTATES_STATES, TransformersEngine
 from agentcompact.errors import TrainingError
 from agentcompact.files import atomic_output
@@ -31,7 +32,6 @@ from agentcompact.training.teacher import Teacher, TeacherStore
 from agentcompact.training.windows import Corpus, Cue, Window
 from agentcompact.writers import FastDiamond, WriterRecord, load_writer, save_writer
 from agentcompact.writers.file import FILE_NAME as WRITER
-from agentcompact.writers.file import digest_of
 
 LOG = "log.jsonl"
 PLOT = "loss.png"
@@ -131,7 +131,7 @@ class Trainer:
             raise TrainingError(
                 f"the writer {start_from} cannot be gone on with: {misfit or 'its settings are others than asked for'}"
             )
-        self.start = digest_of("", {name: tensor.detach() for name, tensor in writer.named_parameters()})
+        self.start = tensors_digest("", {name: tensor.detach() for name, tensor in writer.named_parameters()})
         return writer.requires_grad_(True)
 
     def run(self) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +10,9 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
-from agentcompact.errors import WriteError, WriterFileError
+from agentcompact.cache.digest import tensors_digest
+from agentcompact.errors import WriteError, WriterFileError, one_line
 from agentcompact.files import atomic_output
 from agentcompact.writers.fast_diamond import FastDiamond
 from agentcompact.writers.settings import WriterSettings
@@ -84,9 +83,9 @@ def save_writer(
     text = record.model_dump_json()
     with atomic_output(path, overwrite=overwrite, private=False) as temporary:
         try:
-            save_file(tensors, temporary, {"agentcompact_writer": text, "digest": digest_of(text, tensors)})
+            save_file(tensors, temporary, {"agentcompact_writer": text, "digest": tensors_digest(text, tensors)})
         except SafetensorError as error:
-            raise WriteError(f"{path} could not be written: {_one_line(error)}") from error
+            raise WriteError(f"{path} could not be written: {one_line(error)}") from error
     return path
 
 
@@ -106,8 +105,8 @@ def load_writer(path: Path) -> tuple[FastDiamond, WriterRecord]:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise WriterFileError(f"{path} is damaged: {_one_line(error)}") from error
-    if digest_of(text, tensors) != digest:
+        raise WriterFileError(f"{path} is damaged: {one_line(error)}") from error
+    if tensors_digest(text, tensors) != digest:
         raise WriterFileError(f"{path} is damaged: its content does not match its digest; copy or train it again")
     writer = record.new_writer()
     expected = {name: tensor.shape for name, tensor in writer.named_parameters()}
@@ -127,7 +126,7 @@ def _open(path: Path) -> tuple[WriterRecord, str, str]:
         with safe_open(path, framework="pt") as file:
             stored = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise WriterFileError(f"{path} is no writer, or is damaged: {_one_line(error)}") from error
+        raise WriterFileError(f"{path} is no writer, or is damaged: {one_line(error)}") from error
     text = stored.get("agentcompact_writer")
     if text is None or "digest" not in stored:
         raise WriterFileError(f"{path} is no writer: it was not written by agentcompact train-writer")
@@ -144,17 +143,3 @@ def _record_of(path: Path, text: str) -> WriterRecord:
         return WriterRecord.model_validate_json(text)
     except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WriterFileError(f"{path} is damaged: what it says of itself cannot be read") from error
-
-
-def digest_of(text: str, tensors: dict[str, Tensor]) -> str:
-    """blake2b over a header and each tensor's name, dtype, shape and bytes."""
-    digest = hashlib.blake2b(text.encode(), digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
-    return digest.hexdigest()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
