@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tiny import tiny_model, tiny_text, tiny_tokens
 
 from agentcompact import TransformersEngine, compact, compact_many, register_strategy
-from agentcompact.cache import read_header
+from agentcompact.cache import CompactedCache, read_header
 from agentcompact.errors import CacheFileError, SettingsError
 from agentcompact.strategies import CompactionRequest, latent_training, registry
 from agentcompact.strategies.latent_state import interrupts_deferred
@@ -159,13 +159,13 @@ latent_training.CHECKPOINT_SECONDS = 0.0
 def told(phase, done, total):
     print(phase, done, flush=True)
 compact(TransformersEngine(tiny_model("llama")), tiny_text(60), LatentCompaction(**{settings!r}), budget=12,
-        checkpoint="c", resume=True, progress=told)
+        checkpoint={name!r}, resume=True, progress=told).save({name!r} + ".kv")
 """
 
 
-def worker(tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(tests=str(Path(__file__).parent), settings=SETTINGS))
+def worker(tmp_path, name="broken", **settings):
+    script = tmp_path / f"{name}.py"
+    script.write_text(WORKER.format(tests=str(Path(__file__).parent), settings={**SETTINGS, **settings}, name=name))
     return subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
 
 
@@ -181,24 +181,17 @@ def kill_at(process, start):
 
 
 def test_after_a_kill_the_cache_is_that_of_an_unbroken_run(tmp_path):
-    """SIGKILL in stage 1 and in stage 2, of processes of their own; then to the end in this one."""
+    """SIGKILL in stage 1 and in stage 2; every run in a process of its own, since these are alike in their threads."""
     for start in ("stage 1", "stage 2"):
         assert kill_at(worker(tmp_path), start)
-        assert (tmp_path / "c").exists()
-    tiny, text = TransformersEngine(tiny_model("llama")), tiny_text(60)
-    told = []
-    broken = compact(
-        tiny,
-        text,
-        LatentCompaction(**SETTINGS),
-        budget=12,
-        checkpoint="c",
-        resume=True,
-        progress=lambda *facts: told.append(facts),
-    )
-    assert not [phase for phase, _, _ in told if phase.startswith("stage 1")]
-    whole = compact(tiny, text, LatentCompaction(**SETTINGS, keep_rollouts=False), budget=12)
-    assert_same(whole, broken)
+        assert (tmp_path / "broken").exists()
+    told, _ = worker(tmp_path).communicate()
+    assert "stage 2" in told
+    assert "stage 1" not in told
+    told, _ = worker(tmp_path, "whole", keep_rollouts=False).communicate()
+    assert "stage 1" in told
+    model = tiny_model("llama")
+    assert_same(*(CompactedCache.load(tmp_path / f"{name}.kv", model) for name in ("whole", "broken")))
 
 
 # Through the command
