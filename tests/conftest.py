@@ -60,3 +60,15 @@ def no_network():
     disable_socket(allow_unix_socket=True)
     yield
     enable_socket()
+
+
+@pytest.fixture
+def one_thread(monkeypatch):
+    """What is to be the same bit for bit is computed on one thread, here and in processes begun here."""
+    import torch
+
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -22,6 +22,9 @@ from agentcompact.strategies.ttt import LatentCompaction
 SMALL = {"prompts": 6, "answer_tokens": 6, "keep_rollouts": False, "stage2_updates": 20, "stage2_rate": 3e-3}
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(scope="module")
 def engine():
     return TransformersEngine(tiny_model("llama"))

@@ -27,6 +27,9 @@ SMALL = {"prompts": 10, "answer_tokens": 6, "keep_rollouts": False, "stage1_upda
 INIT = {**SMALL, "stage1_updates": 0, "stage2_updates": 0}
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
 def own_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("AGENTCOMPACT_CACHE_DIR", str(tmp_path / "cache"))

@@ -25,6 +25,9 @@ from agentcompact_cli import main as command
 SETTINGS = {"prompts": 10, "answer_tokens": 6, "stage1_updates": 20, "stage2_updates": 12, "checkpoint_every": 1}
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
 def setting(monkeypatch, tmp_path):
     monkeypatch.setenv("AGENTCOMPACT_CACHE_DIR", str(tmp_path / "cache"))

@@ -32,6 +32,8 @@ from agentcompact.training import corpus_builder as builder
 from agentcompact.training.objective import attention_loss, continuation_loss, divergence, written_cache
 from agentcompact.writers import WriterSettings, load_writer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def engines():
