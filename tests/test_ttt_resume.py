@@ -17,8 +17,9 @@ from tiny import tiny_model, tiny_text, tiny_tokens
 from agentcompact import TransformersEngine, compact, compact_many, register_strategy
 from agentcompact.cache import CompactedCache, read_header
 from agentcompact.errors import CacheFileError, SettingsError
+from agentcompact.evaluation import Document, EvaluationPlan, Question, choose_strategies, evaluate
 from agentcompact.strategies import CompactionRequest, latent_training, registry
-from agentcompact.strategies.latent_state import interrupts_deferred
+from agentcompact.strategies.latent_state import TrainingState, interrupts_deferred
 from agentcompact.strategies.ttt import LatentCompaction
 from agentcompact_cli import main as command
 
@@ -301,3 +302,28 @@ def test_resume_needs_a_strategy_that_keeps_checkpoints(call, tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", ["agentcompact", "compact", "book.txt", "-s", "recent", "--resume", "-q"])
     assert command._run() == 2
     assert "strategy 'recent' keeps no checkpoints: leave out --resume" in capsys.readouterr().err
+
+
+def test_an_evaluation_goes_on_within_a_cell(engine, tmp_path, monkeypatch):
+    questions = (Question(question=tiny_text(4), answers=("w5",), max_new_tokens=3),)
+    document = Document(id="one", task="own", context=tiny_text(60), questions=questions)
+    settings = ":".join(f"{name}={value}" for name, value in SETTINGS.items())
+    plan = EvaluationPlan(choose_strategies([f"ttt:{settings}"]), [5], frozenset({"answers", "fidelity"}))
+    whole = evaluate(engine, [document], plan, tmp_path / "whole")
+    updates, keep = [], TrainingState.save
+
+    def save(state, path):
+        keep(state, path)
+        updates.append(state.place.update)
+        if len(updates) == 25:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrainingState, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(engine, [document], plan, tmp_path / "cut")
+    (kept,) = (tmp_path / "cut" / "checkpoints").rglob("*.checkpoint")
+    resumed = evaluate(engine, [document], plan, tmp_path / "cut")
+    assert updates[25] > 1  # it did not begin again
+    assert not kept.exists()
+    assert not (tmp_path / "cut" / "checkpoints").exists()
+    assert (resumed[-1].kl, resumed[-1].questions) == (whole[-1].kl, whole[-1].questions)

@@ -94,13 +94,18 @@ class DocumentRun:
         ]
         return HeldOutAttention(self.engine, self.full_cache, turns, self.seed)
 
-    def measure(self, label: str, ratio: float | None, choice: StrategyChoice | None) -> CellResult:
-        """Return a cell's result; a failure is one too, with its error in one line."""
+    def measure(
+        self, label: str, ratio: float | None, choice: StrategyChoice | None, checkpoints: Path | None = None
+    ) -> CellResult:
+        """Return a cell's result; a failure is one too, with its error in one line.
+
+        checkpoints: a folder in which a strategy that takes long keeps what it has reached, and goes on from it.
+        """
         facts = self._facts(label, ratio, choice)
         error = self._full_error
         if error is None:
             try:
-                return CellResult(**facts, **self._measured(label, ratio, choice))
+                return CellResult(**facts, **self._measured(label, ratio, choice, checkpoints))
             except CELL_FAILURES as failure:
                 error = _one_line(failure)
         return CellResult(**facts, status="failed", error=error)
@@ -114,20 +119,29 @@ class DocumentRun:
             return _one_line(failure)
         return None
 
-    def _measured(self, label: str, ratio: float | None, choice: StrategyChoice | None) -> dict[str, Any]:
+    def _measured(
+        self, label: str, ratio: float | None, choice: StrategyChoice | None, checkpoints: Path | None
+    ) -> dict[str, Any]:
         if label == NO_CONTEXT:
             return self._asked(self.engine.new_cache(), None, before=self.engine.beginning())
         if choice is None or ratio is None:
             return self._with_cache(self.full_cache)
-        return self._compacted(choice, ratio)
+        return self._compacted(choice, ratio, checkpoints)
 
-    def _compacted(self, choice: StrategyChoice, ratio: float) -> dict[str, Any]:
+    def _compacted(self, choice: StrategyChoice, ratio: float, checkpoints: Path | None) -> dict[str, Any]:
         budget = resolve_budget(self._tokens, ratio=ratio)
         done, cache = self._state(choice, ratio)
         for number in range(done, self.compactions):
             if number:
                 cache = self._arrive(cache.fork(), number)
-            request = CompactionRequest(engine=self.engine, cache=cache, budget=budget, seed=self.seed)
+            request = CompactionRequest(
+                engine=self.engine,
+                cache=cache,
+                budget=budget,
+                seed=self.seed,
+                checkpoint=_checkpoint(checkpoints, choice, number),
+                resume=True,
+            )
             cache = choice.strategy.compact(request).cache
         self._states[choice.label, ratio] = cache
         return {**self._with_cache(cache), **_cost(cache.metadata.reports[-1])}
@@ -224,6 +238,14 @@ def versions() -> dict[str, str]:
         "transformers": version("transformers"),
         "threads": str(torch.get_num_threads()),
     }
+
+
+def _checkpoint(folder: Path | None, choice: StrategyChoice, number: int) -> Path | None:
+    """Return the file for the checkpoint of the compaction after `number` of them, for a strategy that keeps one."""
+    if folder is None or not choice.strategy.resumable:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{number}.checkpoint"
 
 
 def _name(source: str) -> str:

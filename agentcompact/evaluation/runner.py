@@ -20,6 +20,8 @@ WARM_UP_TOKENS = 32
 MOST_COMPACTIONS = 1000
 Cell = tuple[str, float | None, StrategyChoice | None, int]
 """A strategy's label, its ratio, the strategy, and how often it compacts."""
+Missing = tuple[Cell, CellKey, CellResult | None]
+"""A cell to be measured, its key, and the result it has already."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,11 @@ def evaluate(
             if cells:
                 store.keep_document(document)
             run = DocumentRun(engine, document, _metrics(cells, plan), plan.seed)
-            for (label, ratio, choice, times), _ in cells:
+            for (label, ratio, choice, times), key, _ in cells:
                 run = run.after(times)
-                result = run.measure(label, ratio, choice)
+                result = run.measure(label, ratio, choice, store.checkpoints(key))
                 store.add(result)
+                store.drop_checkpoints(key)
                 step = clock.step(result)
                 if on_step is not None:
                     on_step(step)
@@ -115,14 +118,12 @@ def _keys(engine: Engine, document: Document, plan: EvaluationPlan) -> Iterator[
         )
 
 
-def _missing(
-    engine: Engine, document: Document, plan: EvaluationPlan, store: ResultStore
-) -> list[tuple[Cell, CellResult | None]]:
-    """The cells of a document to be measured, each with the result it has already, if any.
+def _missing(engine: Engine, document: Document, plan: EvaluationPlan, store: ResultStore) -> list[Missing]:
+    """The cells of a document to be measured, each with its key and the result it has already, if any.
 
     Those without a result, without a metric that is wanted, and failures that are to be retried.
     """
-    missing: list[tuple[Cell, CellResult | None]] = []
+    missing: list[Missing] = []
     for cell, key in zip(plan.cells(), _keys(engine, document, plan), strict=True):
         result = store.cells.get(key)
         if result is None:
@@ -132,13 +133,13 @@ def _missing(
         else:
             wanted = not plan.metrics <= {*result.metrics, "answers"}
         if wanted:
-            missing.append((cell, result))
+            missing.append((cell, key, result))
     return missing
 
 
-def _metrics(cells: Sequence[tuple[Cell, CellResult | None]], plan: EvaluationPlan) -> frozenset[str]:
+def _metrics(cells: Sequence[Missing], plan: EvaluationPlan) -> frozenset[str]:
     """What is measured of a document: what is wanted, and what its cells have already, so that nothing is lost."""
-    known = {metric for _, result in cells if result is not None for metric in result.metrics}
+    known = {metric for _, _, result in cells if result is not None for metric in result.metrics}
     return plan.metrics | (known & set(METRICS)) | {"answers"}
 
 

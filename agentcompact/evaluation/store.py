@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -12,11 +14,12 @@ from pydantic import ValidationError
 
 from agentcompact.errors import DocumentError, InputError, WriteError
 from agentcompact.evaluation.records import Document, to_lines
-from agentcompact.evaluation.results import CellResult, latest
+from agentcompact.evaluation.results import CellKey, CellResult, latest
 from agentcompact.files import atomic_output
 
 RESULTS = "results.jsonl"
 DOCUMENTS = "documents"
+CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 
 
@@ -42,6 +45,16 @@ class ResultStore:
         except OSError as error:
             raise WriteError(f"{self.folder / RESULTS} could not be written: {error.strerror or error}") from error
         self.cells = latest([*self.cells.values(), cell])
+
+    def checkpoints(self, key: CellKey) -> Path:
+        """Return the folder in which a cell's strategy may keep what it has reached, not made yet."""
+        return self.folder / CHECKPOINTS / hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+
+    def drop_checkpoints(self, key: CellKey) -> None:
+        """Remove a cell's checkpoints, once its result is written."""
+        shutil.rmtree(self.checkpoints(key), ignore_errors=True)
+        with suppress(OSError):  # other cells have theirs there, or there is none
+            (self.folder / CHECKPOINTS).rmdir()
 
     def keep_document(self, document: Document) -> None:
         """Keep a document beside its results, under a name that says which it is."""
