@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import pty
 import random
 import select
@@ -196,4 +197,5 @@ def test_progress_in_a_terminal(own, folder, tmp_path):  # noqa: F811
     assert "6/6" in text
     assert "doc 2/x two_pass 2x: " in text
     assert "about" in text
+    assert re.search(r"\d/\d.*two_pass: ", text)  # what a compaction is at
     assert "report it: agentcompact report results" in text

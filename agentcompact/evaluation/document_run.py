@@ -11,7 +11,7 @@ import torch
 
 from agentcompact.api import library_version, prefill_document
 from agentcompact.cache import CompactedCache, Report
-from agentcompact.engines import Engine
+from agentcompact.engines import Engine, Progress
 from agentcompact.errors import AgentCompactError
 from agentcompact.evaluation.asking import Asked, ask, encode_questions
 from agentcompact.evaluation.choices import StrategyChoice
@@ -41,7 +41,8 @@ class DocumentRun:
     """Measures the cells of one document; the full cache and what is compared with it are made on first use.
 
     compactions: how often a strategy compacts in a row; before each but the first a piece of other text arrives, and
-    the budget stays. earlier: the run with fewer compactions that this one goes on from.
+    the budget stays. earlier: the run with fewer compactions that this one goes on from. progress: told what a
+    compaction is at.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class DocumentRun:
         seed: int,
         compactions: int = 1,
         earlier: DocumentRun | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.engine = engine
         self.document = document
@@ -59,13 +61,14 @@ class DocumentRun:
         self.seed = seed
         self.compactions = compactions
         self.earlier = earlier
+        self.progress = progress
         self._states: dict[tuple[str, float], CompactedCache] = {}
 
     def after(self, compactions: int) -> DocumentRun:
         """Return the run in which strategies compact so often, itself where it is that one."""
         if compactions == self.compactions:
             return self
-        return DocumentRun(self.engine, self.document, self.metrics, self.seed, compactions, self)
+        return DocumentRun(self.engine, self.document, self.metrics, self.seed, compactions, self, self.progress)
 
     @cached_property
     def full_cache(self) -> CompactedCache:
@@ -139,6 +142,7 @@ class DocumentRun:
                 cache=cache,
                 budget=budget,
                 seed=self.seed,
+                progress=self.progress,
                 checkpoint=_checkpoint(checkpoints, choice, number),
                 resume=True,
             )

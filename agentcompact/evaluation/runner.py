@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentcompact.engines import Engine
+from agentcompact.engines import Engine, Progress
 from agentcompact.errors import SettingsError
 from agentcompact.evaluation.choices import StrategyChoice
 from agentcompact.evaluation.document_run import METRICS, DocumentRun
@@ -81,8 +81,11 @@ def evaluate(
     plan: EvaluationPlan,
     folder: Path,
     on_step: Callable[[Step], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[CellResult]:
     """Measure all cells that the results folder has not, and return the results of all cells of the plan.
+
+    on_step: told of each cell that was measured; progress: of what its compaction is at.
 
     Each is on disk before the next begins, so an evaluation that was stopped goes on where it was. A document is
     prefilled once for all its cells. Raises what `open_store` raises; a cell that fails is recorded as failed.
@@ -96,7 +99,7 @@ def evaluate(
         for document, cells in todo:
             if cells:
                 store.keep_document(document)
-            run = DocumentRun(engine, document, _metrics(cells, plan), plan.seed)
+            run = DocumentRun(engine, document, _metrics(cells, plan), plan.seed, progress=progress)
             for (label, ratio, choice, times), key, _ in cells:
                 run = run.after(times)
                 result = run.measure(label, ratio, choice, store.checkpoints(key))

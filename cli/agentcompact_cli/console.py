@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,39 +92,60 @@ def working(quiet: bool) -> Iterator[Work]:
         work.finish()
 
 
-@contextmanager
-def evaluating(quiet: bool) -> Iterator[Callable[[int, int, str, float], None]]:
-    """Give a function that shows steps of long work: (done, total, what, seconds left), each on a line of its own.
+class Steps:
+    """Shows steps of long work, each on a line of its own, and what is being done within one.
 
-    In a terminal a bar with the time left stays below the lines.
+    In a terminal a bar with the time left stays below the lines, and below it the phase of the step.
     """
-    if quiet:
-        yield _say_nothing
-    elif not sys.stderr.isatty():
-        yield lambda done, total, what, seconds_left: click.echo(
-            f"[{done}/{total}] {what}" + (f"; about {duration(seconds_left)} left" if done < total else ""), err=True
-        )
-    else:
-        progress = Progress(
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
-            console=Console(stderr=True, highlight=False),
-        )
-        with progress:
-            task = progress.add_task("", total=None, left="")
 
-            def show(done: int, total: int, what: str, seconds_left: float) -> None:
-                progress.console.print(what, markup=False, overflow="fold")
-                left = f"about {duration(seconds_left)} left" if done < total else ""
-                progress.update(task, completed=done, total=total, left=left)
+    def __init__(self, progress: Progress | None, quiet: bool) -> None:
+        self._progress = progress
+        self._quiet = quiet
+        self._told = time.monotonic()
+        self._phase = ""
+        if progress is not None:
+            self._all = progress.add_task("", total=None, left="")
+            self._one = progress.add_task("", total=None, left="", visible=False)
 
-            yield show
+    def __call__(self, done: int, total: int, what: str, seconds_left: float) -> None:
+        """Show a step that was done."""
+        left = f"about {duration(seconds_left)} left" if done < total else ""
+        if self._progress is not None:
+            self._progress.console.print(what, markup=False, overflow="fold")
+            self._progress.update(self._all, completed=done, total=total, left=left)
+            self._progress.update(self._one, visible=False)
+        elif not self._quiet:
+            click.echo(f"[{done}/{total}] {what}" + (f"; {left}" if left else ""), err=True)
+        self._told = time.monotonic()
+
+    def within(self, phase: str, done: int, total: int) -> None:
+        """Show what the step is at; elsewhere than in a terminal only now and then."""
+        name, _, detail = phase.partition(DETAIL)
+        if self._progress is not None:
+            if name != self._phase:
+                self._progress.reset(self._one)
+            self._phase = name
+            self._progress.update(self._one, completed=done, total=total, left=phase, visible=True)
+        elif not self._quiet and time.monotonic() - self._told > DETAIL_SECONDS:
+            self._told = time.monotonic()
+            click.echo(f"{name} {done:,}/{total:,}" + (f": {detail}" if detail else ""), err=True)
 
 
-def _say_nothing(*_: Any) -> None:
-    """Show no step."""
+@contextmanager
+def stepping(quiet: bool) -> Iterator[Steps]:
+    """Give a `Steps` whose display ends with the block."""
+    if quiet or not sys.stderr.isatty():
+        yield Steps(None, quiet)
+        return
+    progress = Progress(
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}", markup=False),
+        console=Console(stderr=True, highlight=False),
+    )
+    with progress:
+        yield Steps(progress, quiet)
 
 
 def print_json(data: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentcompact_cli.console import evaluating, out, print_json, size, working
+from agentcompact_cli.console import out, print_json, size, stepping, working
 from agentcompact_cli.options import ModelChoice, model_options, output_options
 
 if TYPE_CHECKING:
@@ -192,13 +192,14 @@ def _run(asked: _Asked, choice: ModelChoice, quiet: bool) -> list[CellResult]:
         documents += _generated(tasks, asked, lambda text: len(engine.encode(text)), work.say)
         each = len(plan.cells())
         work.say(f"{len(documents) * each:,} cells: {each:,} of each of {len(documents):,} documents")
-    with evaluating(quiet) as show:
+    with stepping(quiet) as show:
         return evaluate(
             engine,
             documents,
             plan,
             asked.output,
             lambda step: show(step.done, step.total, _describe(step.cell), step.seconds_left),
+            show.within,
         )
 
 

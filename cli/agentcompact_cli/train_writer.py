@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentcompact_cli.console import evaluating, out, print_json, size, working
+from agentcompact_cli.console import out, print_json, size, stepping, working
 from agentcompact_cli.options import ModelChoice, model_options, output_options, parse_settings
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def command(
         engine = TransformersEngine(choice.load("smollm2", work.say))
         work.say("reading the corpus")
         windows = cut_corpus(texts, engine.encode, settings)
-    with evaluating(quiet) as show:
+    with stepping(quiet) as show:
 
         def tell(step: TrainingStep) -> None:
             if step.update in (1, step.total) or step.update % SHOWN_EVERY == 0:
