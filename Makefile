@@ -6,6 +6,9 @@ INSTALLED := $(VENV)/.installed
 DEMO_DOCUMENT := examples/harbour_audit.txt
 DEMO_CACHE := $(VENV)/harbour_audit.kv
 
+# Each worker computes on one thread, for which tiny models are large enough.
+WORKERS ?= -n 2 --dist loadfile
+
 RESULTS := results
 RESULTS_STRATEGIES := attention_matching,high_attn,two_pass,kvzip,streaming_llm
 RESULTS_OPTIONS := --lengths 1000 --documents 4 --ratios 4,8,16 --strategies $(RESULTS_STRATEGIES) --output $(RESULTS)
@@ -27,10 +30,10 @@ demo: $(INSTALLED) ## Compact a shipped document with the embedded model and ans
 	$(BIN)/agentcompact ask $(DEMO_CACHE) < examples/harbour_audit.questions.txt
 
 test: $(INSTALLED) ## Run the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 test-all: $(INSTALLED) ## Run the test suite with the slow tests
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "slow or not slow"
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .

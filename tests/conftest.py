@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:  # several workers: a thread for each, and for the processes that they begin
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

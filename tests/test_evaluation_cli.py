@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import pty
 import random
+import re
 import select
 import signal
 import subprocess

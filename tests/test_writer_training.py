@@ -30,7 +30,7 @@ from agentcompact.training import (
 )
 from agentcompact.training import corpus_builder as builder
 from agentcompact.training.objective import attention_loss, continuation_loss, divergence, written_cache
-from agentcompact.writers import WriterSettings, load_writer
+from agentcompact.writers import WriterSettings, load_writer, read_record
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -211,6 +211,37 @@ def test_going_on_with_a_trained_writer(engine, tmp_path):
     corpus = tiny_corpus(engine, other)
     with pytest.raises(TrainingError, match="cannot be gone on with"):
         Trainer(engine, corpus, other, tmp_path / "c", start_from=path)
+
+
+def test_a_run_that_goes_on_from_another_takes_its_moments_over(engine, tmp_path):
+    first = trainer(engine, tmp_path / "a", updates=4, attention_updates=0)
+    first.run()
+    settings = tiny_training(updates=3, attention_updates=0)
+    corpus = tiny_corpus(engine, settings)
+    second = Trainer(engine, corpus, settings, tmp_path / "b", start_from=tmp_path / "a")
+    assert_same(parameters(second.writer), parameters(first.writer))  # in float32, not as its file has them
+    for mine, theirs in zip(second.writer.parameters(), first.writer.parameters(), strict=True):
+        assert torch.equal(second.optimiser.state[mine]["exp_avg"], first.optimiser.state[theirs]["exp_avg"])
+        assert int(second.optimiser.state[mine]["step"]) == 4
+    path = second.run()
+    assert int(next(iter(second.optimiser.state.values()))["step"]) == 7
+    assert read_record(path).training["before"]["updates"] == 4
+    (tmp_path / "a" / "checkpoint.safetensors").write_bytes(b"{}")
+    with pytest.raises(TrainingError, match="damaged"):
+        Trainer(engine, corpus, settings, tmp_path / "c", start_from=tmp_path / "a")
+
+
+def test_moments_of_another_loss_are_left(engine, tmp_path):
+    first = trainer(engine, tmp_path / "a", updates=2, attention_updates=2)
+    first.update = first.settings.attention_updates - 1
+    first._one_update(lambda: False)
+    first._save()
+    settings = tiny_training(updates=3, attention_updates=0)
+    second = Trainer(engine, tiny_corpus(engine, settings), settings, tmp_path / "b", start_from=tmp_path / "a")
+    assert not second.optimiser.state
+    settings = tiny_training(updates=3, attention_updates=2)
+    third = Trainer(engine, tiny_corpus(engine, settings), settings, tmp_path / "c", start_from=tmp_path / "a")
+    assert not third.optimiser.state
 
 
 def test_the_learning_rate_rises_and_falls(engine, tmp_path):

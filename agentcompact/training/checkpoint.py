@@ -40,32 +40,57 @@ def load_checkpoint(path: Path, writer: FastDiamond, optimiser: torch.optim.Opti
 
     Raises TrainingError where it is damaged, or was begun with other settings, another model or corpus.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            stored = file.metadata() or {}
-            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise TrainingError(f"{path} is damaged: remove the folder and train anew") from error
-    text = stored.get("agentcompact_training", "")
-    if not text or tensors_digest(text, tensors) != stored.get("digest"):
-        raise TrainingError(f"{path} is damaged: remove the folder and train anew")
-    kept = json.loads(text)
-    update, steps = int(kept.pop("update")), int(kept.pop("steps"))
+    kept, tensors = _read(path)
     for name in sorted(facts):
         if kept.get(name) != facts[name]:
             raise TrainingError(
                 f"{path.parent} holds a run with {_difference(name, kept.get(name), facts[name])}: "
                 "give the same again to resume it, or another --output"
             )
-    with torch.no_grad():
-        for name, parameter in writer.named_parameters():
-            parameter.copy_(tensors[f"writer.{name}"])
-            if f"{MOMENTS[0]}.{name}" in tensors:
-                optimiser.state[parameter] = {
-                    "step": torch.tensor(float(steps)),
-                    **{moment: tensors[f"{moment}.{name}"].to(parameter) for moment in MOMENTS},
-                }
-    return update
+    _restore(kept, tensors, writer, optimiser)
+    return int(kept["update"])
+
+
+def take_over(path: Path, writer: FastDiamond, optimiser: torch.optim.Optimizer) -> bool:
+    """Begin with the numbers and the moments of another run's checkpoint, where its last loss was on continuations.
+
+    The checkpoint keeps more digits than the writer's file, and the moments spare the first updates from being wild.
+    Returns whether it was done. Raises TrainingError where the file is damaged.
+    """
+    kept, tensors = _read(path)
+    if int(kept["update"]) <= kept["settings"]["attention_updates"]:
+        return False
+    _restore(kept, tensors, writer, optimiser)
+    return True
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a checkpoint's facts and tensors."""
+    damaged = TrainingError(f"{path} is damaged: remove the folder and train anew")
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = file.metadata() or {}
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise damaged from error
+    text = stored.get("agentcompact_training", "")
+    if not text or tensors_digest(text, tensors) != stored.get("digest"):
+        raise damaged
+    facts: dict[str, Any] = json.loads(text)
+    return facts, tensors
+
+
+@torch.no_grad()
+def _restore(
+    kept: dict[str, Any], tensors: dict[str, Tensor], writer: FastDiamond, optimiser: torch.optim.Optimizer
+) -> None:
+    for name, parameter in writer.named_parameters():
+        parameter.copy_(tensors[f"writer.{name}"])
+        if f"{MOMENTS[0]}.{name}" in tensors:
+            optimiser.state[parameter] = {
+                "step": torch.tensor(float(kept["steps"])),
+                **{moment: tensors[f"{moment}.{name}"].to(parameter) for moment in MOMENTS},
+            }
 
 
 def _difference(name: str, kept: Any, wanted: Any) -> str:

@@ -24,7 +24,7 @@ from agentcompact.engines import GIVES_GRADIENTS, ROTATES_STATES, TransformersEn
 from agentcompact.errors import TrainingError
 from agentcompact.files import atomic_output
 from agentcompact.training.checkpoint import FILE_NAME as CHECKPOINT
-from agentcompact.training.checkpoint import load_checkpoint, save_checkpoint
+from agentcompact.training.checkpoint import load_checkpoint, save_checkpoint, take_over
 from agentcompact.training.forward import check_forward
 from agentcompact.training.objective import attention_loss, continuation_loss, written_cache
 from agentcompact.training.settings import TrainingSettings
@@ -85,7 +85,8 @@ class Trainer:
         start_from: Path | None = None,
         report: Callable[[TrainingStep], None] = lambda _: None,
     ) -> None:
-        """start_from: a writer to begin with, instead of an untrained one.
+        """start_from: a writer to begin with, instead of an untrained one; the folder of a run gives its optimiser's
+        moments too, where this run has no updates on attention outputs.
 
         Raises TrainingError where the folder holds a run with other settings, another corpus or model, or the writer
         to begin with does not fit.
@@ -107,7 +108,10 @@ class Trainer:
         if (output / CHECKPOINT).exists():
             self.update = load_checkpoint(output / CHECKPOINT, self.writer, self.optimiser, self._facts)
             self.log = [entry for entry in _read_log(output / LOG) if entry["update"] <= self.update]
-        elif settings.writer.initialisation == "anchored" and start_from is None:
+        elif start_from is not None:
+            if (start_from / CHECKPOINT).exists() and not settings.attention_updates:
+                take_over(start_from / CHECKPOINT, self.writer, self.optimiser)
+        elif settings.writer.initialisation == "anchored":
             self._anchor()
 
     @property
@@ -122,7 +126,7 @@ class Trainer:
 
     def _first_writer(self, start_from: Path | None) -> FastDiamond:
         """Return the writer that the run begins with, and note which it is."""
-        self.start = ""
+        self.start, self.before = "", dict[str, Any]()
         if start_from is None:
             return self.record.new_writer(self.settings.seed)
         writer, record = load_writer(start_from)
@@ -131,6 +135,7 @@ class Trainer:
             raise TrainingError(
                 f"the writer {start_from} cannot be gone on with: {misfit or 'its settings are others than asked for'}"
             )
+        self.before = record.training
         self.start = tensors_digest("", {name: tensor.detach() for name, tensor in writer.named_parameters()})
         return writer.requires_grad_(True)
 
@@ -155,7 +160,7 @@ class Trainer:
         """Do the next update; False where a stop was asked for before it was whole, so that it was not done."""
         settings = self.settings
         started, losses = time.perf_counter(), []
-        if self.update == settings.attention_updates:
+        if self.update == settings.attention_updates > 0:
             self.optimiser.state.clear()  # moments of the other loss would make the first steps many times too long
         self.optimiser.zero_grad(set_to_none=True)
         examples = self._examples
@@ -304,6 +309,7 @@ class Trainer:
             "settings": self.settings.model_dump(mode="json", exclude={"writer"}),
             "corpus": {"train_windows": len(self.corpus.train), "held_out_windows": len(self.corpus.held_out)},
             "held_out": self.held_out,
+            **({"before": self.before} if self.start else {}),
         }
         record = self.record.model_copy(update={"training": training})
         return save_writer(self.writer, record, self.output / WRITER, overwrite=True)
