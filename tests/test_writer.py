@@ -68,6 +68,31 @@ def test_the_forward_is_the_papers_equations_in_float64(count, unit):
             torch.testing.assert_close(given[0], expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("unit", ["latent", "entry"])
+def test_nothing_is_remembered_of_parameters_that_changed(unit):
+    settings = WriterSettings(context=20, latents=6, rope_unit=unit, initialisation="kvid")
+    writer = FastDiamond(settings, 2, 1, 4)
+    keys, values = torch.randn(2, 1, 20, 4, generator=torch.Generator().manual_seed(0))
+    bias = torch.zeros(1, 20)
+    with torch.no_grad():
+        for count in (6, 6, 3):
+            before = [writer(layer, keys, values, bias, count) for layer in range(2)]
+        for parameter in writer.parameters():
+            parameter.mul_(1.5).add_(0.01 * torch.arange(parameter.shape[-1]))
+        for count in (6, 3):
+            remembered = [writer(layer, keys, values, bias, count) for layer in range(2)]
+            with torch.enable_grad():
+                anew = [writer(layer, keys, values, bias, count) for layer in range(2)]
+            for given, expected in zip(remembered, anew, strict=True):
+                torch.testing.assert_close(given, expected)
+        assert not torch.allclose(before[0][0], remembered[0][0])
+        half = writer(0, keys[:, :10], values[:, :10], bias[:, :10], 6)
+        with torch.enable_grad():
+            torch.testing.assert_close(half, writer(0, keys[:, :10], values[:, :10], bias[:, :10], 6))
+        writer.double()
+        assert writer(0, keys.double(), values.double(), bias, 6)[0].dtype == torch.float64
+
+
 def test_biases_enter_the_logits():
     """An entry with weight w counts as w equal entries at its place would."""
     writer = FastDiamond(WriterSettings(context=8, latents=1, rope_unit="entry"), 1, 1, 4)

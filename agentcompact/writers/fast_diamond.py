@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ class FastDiamond(nn.Module):
         self.output = nn.Parameter(identity.expand(square).clone())
         self.latents = nn.Parameter(latents.clone())
         self.weight = nn.Parameter(torch.zeros(bank[:3])) if settings.weights == "trained" else None
+        self._derived: dict[tuple[object, ...], dict[int, Derived]] = {}
 
     def _shared(self, sharing: Sharing) -> tuple[int, int]:
         return (
@@ -72,22 +74,27 @@ class FastDiamond(nn.Module):
         Returns un-rotated keys and values, (heads, count, head_dim).
         """
         entries = torch.cat([keys, values], dim=-1)
-        latents = self._part(self.latents, layer, heads)
-        of_latents, of_entries = self._angles(count, entries)
-        query = entries.shape[-1] * _rotated(_unit(latents[:, self._chosen(count)]), *of_latents)
-        key = _rotated(_unit(entries @ self._part(self.key, layer, heads)), *of_entries)
-        query, key = (part.expand(len(entries), -1, -1) for part in (query, key))
+        total, width = entries.shape[-2:]
+        # Latents stand at the beginning of their share, the first at the first entry.
+        share = total / count
+        unit = share if self.settings.rope_unit == "latent" else 1.0
+        derived = self._derive(layer, count, heads, share / unit)
+        angles = _turns(total, 1 / unit, self.settings.rope_base, width // 2, entries.dtype, entries.device)
+        key = _turned(_unit(entries @ derived.key), angles)
+        query, key = (part.expand(len(entries), -1, -1) for part in (derived.query, key))
         logits = torch.baddbmm(bias[:, None].to(entries.dtype), query, key.transpose(1, 2))
         # softmax(..) (X W_V) W_O, with the product over the entries first: t rows are projected and not n.
-        read = logits.softmax(dim=-1) @ entries
-        written = read @ self._part(self.value, layer, heads) @ self._part(self.output, layer, heads)
+        written = logits.softmax(dim=-1) @ entries @ derived.output
         return written[..., : self.head_dim], written[..., self.head_dim :]
 
     def biases(self, layer: int, bias: Tensor, count: int, heads: slice = slice(None)) -> Tensor:
         """Return the biases (heads, count) float32 of what `forward` writes from entries with these (heads, n)."""
         if self.settings.weights == "none":
             return torch.zeros(len(bias), count, device=bias.device)
-        total = torch.logsumexp(bias.float(), dim=1, keepdim=True)
+        if bool(bias.any()):
+            total = torch.logsumexp(bias.float(), dim=1, keepdim=True)
+        else:  # original entries, which weigh one each
+            total = torch.full((len(bias), 1), math.log(bias.shape[1]), device=bias.device)
         if self.weight is None:
             return (total - math.log(count)).expand(-1, count)
         return total - math.log(bias.shape[1]) + self._part(self.weight, layer, heads)[:, self._chosen(count)]
@@ -101,36 +108,58 @@ class FastDiamond(nn.Module):
         of_layer = parameter[layer if len(parameter) > 1 else 0]
         return of_layer[heads] if len(of_layer) > 1 else of_layer
 
-    def _angles(self, count: int, entries: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return cosines and sines where latents and where entries (heads, n, 2d) stand.
+    def _derive(self, layer: int, count: int, heads: slice, step: float) -> Derived:
+        """Return what forward needs of the parameters alone; the common case is remembered until they change.
 
-        Latents stand at the beginning of their share, the first at the first entry.
+        step: distance from latent to latent.
         """
-        total, width = entries.shape[-2:]
-        share = total / count
-        unit = share if self.settings.rope_unit == "latent" else 1.0
-        base, kind = self.settings.rope_base, (entries.dtype, entries.device)
-        return (
-            _table(count, share / unit, base, width // 2, *kind),
-            _table(total, 1 / unit, base, width // 2, *kind),
+        common = count == self.settings.latents and heads == slice(None) and step == 1
+        if not common or torch.is_grad_enabled():
+            return self._derived_now(layer, count, heads, step)
+        state = tuple((part._version, part.data_ptr()) for part in self.parameters())
+        if state not in self._derived:
+            self._derived = {state: {}}
+        known = self._derived[state]
+        if layer not in known:
+            known[layer] = self._derived_now(layer, count, heads, step)
+        return known[layer]
+
+    def _derived_now(self, layer: int, count: int, heads: slice, step: float) -> Derived:
+        latents = _paired(_unit(self._part(self.latents, layer, heads)[:, self._chosen(count)]))
+        width = latents.shape[-1]
+        angles = _turns(count, step, self.settings.rope_base, width // 2, latents.dtype, latents.device)
+        return Derived(
+            width * _turned(latents, angles),
+            _paired(self._part(self.key, layer, heads)),
+            self._part(self.value, layer, heads) @ self._part(self.output, layer, heads),
         )
 
 
+class Derived(NamedTuple):
+    """Of one layer: queries 2d R(z) (heads, count, 2d); W_K (heads, 2d, 2d), columns paired; and W_V W_O."""
+
+    query: Tensor
+    key: Tensor
+    output: Tensor
+
+
 @lru_cache(maxsize=16)
-def _table(
-    count: int, step: float, base: float, pairs: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (count, pairs) for places 0, step, 2 step and so on; alike in all layers."""
+def _turns(count: int, step: float, base: float, pairs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the rotations (count, pairs), as complex numbers, of places 0, step, 2 step and so on; for all layers."""
     places, powers = (torch.arange(number, dtype=torch.float64) for number in (count, pairs))
     angles = places[:, None] * step * torch.pow(base, -powers / pairs)
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    return torch.polar(torch.ones_like(angles), angles).to(device, dtype.to_complex())
 
 
-def _rotated(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate states (..., n, 2d), dimension i with i + d, by cosines and sines (n, d)."""
-    first, second = states.chunk(2, dim=-1)
-    turned = torch.addcmul(first * cosine, second, sine, value=-1), torch.addcmul(second * cosine, first, sine)
-    return torch.cat(turned, dim=-1)
+def _paired(states: Tensor) -> Tensor:
+    """Put dimension i + d beside i: (..., 2d). Products of states that are all so arranged stay what they are."""
+    return states.reshape(*states.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
+
+
+def _turned(states: Tensor, turns: Tensor) -> Tensor:
+    """Rotate each pair of neighbours of states (..., n, 2d) by complex numbers (n, d)."""
+    pairs = torch.view_as_complex(states.reshape(*states.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns).flatten(-2)
 
 
 def _unit(states: Tensor) -> Tensor:
