@@ -14,7 +14,7 @@ from agentcompact import TransformersEngine, answer, prefill_document, recompact
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(script, timeout=400):
+def run(script, timeout=900):
     made = subprocess.run(
         [sys.executable, str(EXAMPLES / script)], capture_output=True, text=True, timeout=timeout, check=False
     )
