@@ -29,7 +29,9 @@ SHOWN_EVERY = 10
 @click.option("--updates", type=int, help="Updates of the loss on continuations. [default: 3000]")
 @click.option("--attention-updates", type=int, help="Cheap updates on attention outputs before. [default: 0]")
 @click.option("--applications", type=int, help="Apply the writer so often before the loss. [default: 1]")
-@click.option()
+@click.option(
+    "--start-from", type=click.Path(path_type=Path), help="A trained writer to begin with: a file, or a run's folder."
+)
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of every random choice. [default: 0]")
 @click.option(
     "--set", "pairs", multiple=True, metavar="NAME=VALUE", help="Another setting of the training or the writer."
