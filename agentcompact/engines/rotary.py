@@ -49,17 +49,11 @@ class Layout:
             return table
         return table[..., ::2] if self.angles == "side_by_side" else table[..., : table.shape[-1] // 2]
 
-    def turn(self, states: Tensor, cosine: Tensor, sine: Tensor, *, back: bool = False) -> Tensor:
-        """Rotate the first 2 * pairs dimensions of states (..., head_dim) by angles (..., pairs), or rotate back.
-
-        Going back divides by the square of the factor that cosine and sine carry (YaRN's attention scaling).
-        """
+    def turn(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Rotate the first 2 * pairs dimensions of states (..., head_dim) by angles (..., pairs)."""
         pairs = cosine.shape[-1]
         part, rest = states[..., : 2 * pairs], states[..., 2 * pairs :]
         a, b = (part[..., ::2], part[..., 1::2]) if self.interleaved else (part[..., :pairs], part[..., pairs:])
-        if back:
-            factor = cosine.square() + sine.square()
-            cosine, sine = cosine / factor, -sine / factor
         turned = (torch.addcmul(a * cosine, b, sine, value=-1), torch.addcmul(b * cosine, a, sine))
         joined = torch.stack(turned, dim=-1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
         return torch.cat([joined, rest], dim=-1) if rest.shape[-1] else joined
@@ -71,7 +65,7 @@ class Rotary:
     def __init__(self, angles: Angles, layout: Layout) -> None:
         self._angles = angles
         self._layout = layout
-        self._known: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=REMEMBERED)
+        self._known: deque[tuple[bool, Tensor, Tensor, Tensor]] = deque(maxlen=REMEMBERED)
 
     @classmethod
     def of_model(cls, causal_lm: Any, keys_of: OneTokenKeys, geometry: ModelGeometry) -> Rotary:
@@ -99,16 +93,22 @@ class Rotary:
     def rotate(self, states: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
         """Rotate states (heads, n, head_dim) to positions (n,) or (heads, n), or back from there; in float32."""
         rows = positions.to(states.device).long()
-        cosine, sine = self._tables(rows[None] if rows.dim() == 1 else rows)
-        return self._layout.turn(states.float(), cosine, sine, back=back).to(states.dtype)
+        cosine, sine = self._tables(rows[None] if rows.dim() == 1 else rows, back)
+        return self._layout.turn(states.float(), cosine, sine).to(states.dtype)
 
-    def _tables(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines (rows, n, pairs) of positions; those of the last are kept, for the next layer."""
-        for positions, cosine, sine in self._known:
-            if positions.device == rows.device and torch.equal(positions, rows):
+    def _tables(self, rows: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines (rows, n, pairs) of positions; those of the last are kept, for the next layer.
+
+        Going back divides by the square of the factor that cosine and sine carry (YaRN's attention scaling).
+        """
+        for known, positions, cosine, sine in self._known:
+            if known == back and positions.device == rows.device and torch.equal(positions, rows):
                 return cosine, sine
         cosine, sine = (self._layout.pick(table.float()) for table in self._angles(rows))
-        self._known.append((rows.clone(), cosine, sine))
+        if back:
+            factor = cosine.square() + sine.square()
+            cosine, sine = cosine / factor, -sine / factor
+        self._known.append((back, rows.clone(), cosine, sine))
         return cosine, sine
 
     def _explains(self, keys: list[Tensor], positions: list[int], tolerance: float) -> bool:

@@ -82,7 +82,9 @@ class FastDiamond(nn.Module):
         angles = _turns(total, 1 / unit, self.settings.rope_base, width // 2, entries.dtype, entries.device)
         key = _turned(_unit(entries @ derived.key), angles)
         query, key = (part.expand(len(entries), -1, -1) for part in (derived.query, key))
-        logits = torch.baddbmm(bias[:, None].to(entries.dtype), query, key.transpose(1, 2))
+        # Without biases the product does not copy them into every row first.
+        biased = int(bias.requires_grad or bool(bias.any()))
+        logits = torch.baddbmm(bias[:, None].to(entries.dtype), query, key.transpose(1, 2), beta=biased)
         # softmax(..) (X W_V) W_O, with the product over the entries first: t rows are projected and not n.
         written = logits.softmax(dim=-1) @ entries @ derived.output
         return written[..., : self.head_dim], written[..., self.head_dim :]

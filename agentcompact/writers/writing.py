@@ -60,14 +60,16 @@ def _write(writer: FastDiamond, layer: int, heads: slice, span: Span, budget: in
     # Where heads stand alike, their angles are computed once.
     shared = positions[0] if bool((positions == positions[:1]).all()) else positions
     plain, values = rotate(keys, shared, back=True).to(own), values.to(own)
-    parts = []
+    parts: list[tuple[Tensor, ...]] = []
     for chunk in plan_chunks(keys.shape[1], budget, writer.settings.context, writer.settings.latents):
         rows = slice(chunk.start, chunk.stop)
         new_keys, new_values = writer(layer, plain[:, rows], values[:, rows], bias[:, rows], chunk.count, heads)
         at = _places(writer, positions[:, rows], chunk.count)
         new_bias = writer.biases(layer, bias[:, rows], chunk.count, heads)
         parts.append((rotate(new_keys, at).to(dtype), new_values.to(dtype), new_bias, at))
-    keys, values, bias, positions = (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+    if len(parts) > 1:
+        parts = [tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))]
+    keys, values, bias, positions = parts[0]
     return Span.from_dense(keys, values, positions, bias)
 
 
