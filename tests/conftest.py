@@ -29,6 +29,14 @@ def smollm2():
     return load_model("smollm2", dtype="float32", device="cpu")
 
 
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> str:
+    """A tiny model's folder."""
+    from tiny import saved, tiny_model
+
+    return saved(tiny_model("llama"), tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture
 def document() -> str:
     return (EXAMPLES / "harbour_audit.txt").read_text(encoding="utf-8")

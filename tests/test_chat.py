@@ -9,16 +9,12 @@ import sys
 
 import pexpect
 import pytest
-from tiny import chat_model
+from tiny import chat_model, saved
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("chat-model")
-    model = chat_model(max_position_embeddings=16_384)
-    model.causal_lm.save_pretrained(path)
-    model.tokenizer.save_pretrained(path)
-    return str(path)
+    return saved(chat_model(max_position_embeddings=16_384), tmp_path_factory.mktemp("chat-model"))
 
 
 def test_piped_lines_are_messages_and_commands(run, folder):
@@ -139,8 +135,7 @@ def test_bad_options(run, folder, arguments, part):
 def test_a_session_of_another_model_is_refused(run, folder, tmp_path):
     assert run("chat", "-m", folder, "--session", "s", "-n", "4", stdin="Hello.")[0] == 0
     other = chat_model(seed=5)
-    other.causal_lm.save_pretrained(tmp_path / "other")
-    other.tokenizer.save_pretrained(tmp_path / "other")
+    saved(other, tmp_path / "other")
     code, _, err = run("chat", "-m", "other", "--session", "s", stdin="Hello.")
     assert code == 2
     assert "was made with" in err

@@ -13,16 +13,7 @@ import sys
 import time
 
 import pytest
-from tiny import tiny_model, tiny_text
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    model = tiny_model("llama")
-    model.causal_lm.save_pretrained(path)
-    model.tokenizer.save_pretrained(path)
-    return str(path)
+from tiny import saved, tiny_model, tiny_text
 
 
 @pytest.fixture
@@ -273,8 +264,7 @@ def test_one_question_that_does_not_fit_is_told_before_any_is_answered(run, book
 def test_a_model_path_with_an_at_sign(run, book, tmp_path):
     path = tmp_path / "me@home"
     model = tiny_model("llama")
-    model.causal_lm.save_pretrained(path)
-    model.tokenizer.save_pretrained(path)
+    saved(model, path)
     assert run("compact", book, "-m", "me@home")[0] == 0
     code, _, err = run("ask", "book.kv", "w5", "-n", 2)
     assert code == 0, err
@@ -289,8 +279,7 @@ def test_a_float16_cache_is_asked_in_float16(run, book, folder):
 
 def test_models_that_cannot_be_compacted_are_refused_before_the_prefill(run, book, tmp_path):
     model = tiny_model("mistral", sliding_window=16)
-    model.causal_lm.save_pretrained(tmp_path / "m")
-    model.tokenizer.save_pretrained(tmp_path / "m")
+    saved(model, tmp_path / "m")
     result = run("compact", book, "-m", "m")
     assert "prefill" not in result[2]
     failed(result, "mistral", "nothing to compact")
@@ -326,8 +315,7 @@ def test_damaged_and_foreign_cache_files(run, book, folder, tmp_path):
         failed(run(*args, "none.kv", *more), "no such file")
     other = tmp_path / "other"
     model = tiny_model("llama", seed=5)
-    model.causal_lm.save_pretrained(other)
-    model.tokenizer.save_pretrained(other)
+    saved(model, other)
     failed(run("ask", "book.kv", "w5", "-m", other), "another model")
 
 

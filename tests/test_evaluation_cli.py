@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch
-from test_cli import failed, folder  # noqa: F401
+from test_cli import failed
 from test_evaluation_runner import DOCUMENTS, document, untimed
 
 from agentcompact.evaluation import CellResult
@@ -31,7 +31,7 @@ def own(tmp_path):
     return path
 
 
-def test_eval_and_report_of_own_documents(run, own, folder, tmp_path):  # noqa: F811
+def test_eval_and_report_of_own_documents(run, own, folder, tmp_path):
     code, out, err = run("eval", "--data", own, "-m", folder, "-s", "two_pass,streaming_llm", "-r", "2,4", "-o", "res")
     assert code == 0, err
     assert "agentcompact report res" in out
@@ -55,7 +55,7 @@ def test_eval_and_report_of_own_documents(run, own, folder, tmp_path):  # noqa: 
     assert {row["strategy"] for row in json.loads(out)} == {"full", "no_context", "two_pass", "streaming_llm"}
 
 
-def test_eval_of_a_task_as_json(run, folder, tmp_path):  # noqa: F811
+def test_eval_of_a_task_as_json(run, folder, tmp_path):
     arguments = ("eval", "-t", "records,needles", "-m", folder, "-s", "streaming_llm", "-r", 4, "-n", 1, *ANSWERS)
     code, out, err = run(*arguments, "--lengths", "200,300", "--json", "--quiet")
     assert code == 0, err
@@ -70,7 +70,7 @@ def test_eval_of_a_task_as_json(run, folder, tmp_path):  # noqa: F811
     assert {len(cell["questions"]) for cell in json.loads(out)} == {2}
 
 
-def test_cells_that_fail_end_with_1(run, folder, tmp_path):  # noqa: F811
+def test_cells_that_fail_end_with_1(run, folder, tmp_path):
     (tmp_path / "long.jsonl").write_text(to_lines([document(3, length=600)]))
     code, _, err = run("eval", "-d", "long.jsonl", "-m", folder, "-s", "two_pass", "-r", 2)
     assert code == 1
@@ -107,7 +107,7 @@ def test_what_can_be_wrong_is_said_before_a_model_is_loaded(run, tmp_path):
     failed(run("report", "nowhere"), "holds no results")
 
 
-def test_the_markdown_replaces_no_results(run, own, folder, tmp_path):  # noqa: F811
+def test_the_markdown_replaces_no_results(run, own, folder, tmp_path):
     assert run("eval", "-q", "-d", own, "-m", folder, "-s", "two_pass", "-r", "2", *ANSWERS)[0] == 0
     before = (tmp_path / "results" / "results.jsonl").read_bytes()
     for name in ("results.jsonl", "results.csv", "report.html"):
@@ -115,7 +115,7 @@ def test_the_markdown_replaces_no_results(run, own, folder, tmp_path):  # noqa: 
     assert (tmp_path / "results" / "results.jsonl").read_bytes() == before
 
 
-def test_lengths_no_task_can_make(run, folder):  # noqa: F811
+def test_lengths_no_task_can_make(run, folder):
     failed(run("eval", "-q", "-t", "records", "--lengths", 100_000, "-m", folder), "do not fit the model's context")
     failed(run("eval", "-q", "-t", "records", "--lengths", 10, "-m", folder), "records cannot make a document of 10")
 
@@ -141,7 +141,7 @@ def alike(a, b):
     return a == b
 
 
-def test_killed_at_random_moments_it_gives_the_same(run, own, folder, tmp_path):  # noqa: F811
+def test_killed_at_random_moments_it_gives_the_same(run, own, folder, tmp_path):
     """SIGKILL while cells are measured and written, again and again, then an unbroken end."""
     own.write_text(to_lines([document(number, length=200) for number in range(6)]))
     arguments = ("eval", "-d", own, "-m", folder, "-s", "two_pass,high_attn,streaming_llm", "-r", "2,4,8", "-q")
@@ -169,7 +169,7 @@ def test_killed_at_random_moments_it_gives_the_same(run, own, folder, tmp_path):
     assert alike(cells[1], cells[0])
 
 
-def test_progress_in_a_terminal(own, folder, tmp_path):  # noqa: F811
+def test_progress_in_a_terminal(own, folder, tmp_path):
     leader, follower = pty.openpty()
     arguments = ["eval", "-d", str(own), "-m", folder, "-s", "two_pass", "-r", "2"]
     process = subprocess.Popen(

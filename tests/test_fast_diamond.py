@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import chat_model, tiny_model, tiny_text, tiny_tokens
+from tiny import chat_model, saved, tiny_model, tiny_text, tiny_tokens
 from writers import tiny_writer, tiny_writer_file
 
 from agentcompact import TransformersEngine, compact, make_strategy, recompact
@@ -209,8 +209,7 @@ def test_a_writer_is_read_as_it_was_written(engines, tmp_path):
 
 def test_the_command(engines, tmp_path, run):
     loaded = engines["llama"].model
-    loaded.causal_lm.save_pretrained(tmp_path / "model")
-    loaded.tokenizer.save_pretrained(tmp_path / "model")
+    saved(loaded, tmp_path / "model")
     (tmp_path / "book.txt").write_text(tiny_text(60))
     path = tiny_writer_file(engines["llama"], tmp_path)
     arguments = ("compact", "book.txt", "--model", "model", "--strategy", "fast_diamond", "--ratio", 3)

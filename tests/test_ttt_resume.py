@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from tiny import tiny_model, tiny_text, tiny_tokens
 
-from agentcompact import TransformersEngine, compact, compact_many, register_strategy
+from agentcompact import TransformersEngine, compact, compact_many
 from agentcompact.cache import CompactedCache, read_header
-from agentcompact.errors import CacheFileError, SettingsError
+from agentcompact.errors import CacheFileError, SettingsError, WriteError
 from agentcompact.evaluation import Document, EvaluationPlan, Question, choose_strategies, evaluate
-from agentcompact.strategies import CompactionRequest, latent_training, registry
+from agentcompact.strategies import CompactionRequest, latent_training
 from agentcompact.strategies.latent_state import TrainingState, interrupts_deferred
 from agentcompact.strategies.ttt import LatentCompaction
 from agentcompact_cli import main as command
@@ -201,30 +201,15 @@ def test_after_a_kill_the_cache_is_that_of_an_unbroken_run(tmp_path):
 # Through the command
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    model = tiny_model("llama")
-    model.causal_lm.save_pretrained(path)
-    model.tokenizer.save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture
-def call(monkeypatch, capsys, folder):
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    register_strategy(LatentCompaction)  # by name, also where the package was installed before it was there
+def call(run, folder):
     pairs = [f"{name}={value}" for name, value in SETTINGS.items()]
+    options = [option for pair in pairs for option in ("--set", pair)]
 
-    def run_command(*args):
-        options = [option for pair in pairs for option in ("--set", pair)]
-        words = ["compact", *args, "-m", folder, "-b", "12", "--strategy", "ttt", "--set", "preset=fast", *options]
-        monkeypatch.setattr(sys, "argv", ["agentcompact", *map(str, words)])
-        code = command._run()
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+    def compact_with(*args):
+        return run("compact", *args, "-m", folder, "-b", "12", "--strategy", "ttt", "--set", "preset=fast", *options)
 
-    return run_command
+    return compact_with
 
 
 def test_the_command_trains_and_says_so(call, tmp_path):
@@ -304,26 +289,32 @@ def test_resume_needs_a_strategy_that_keeps_checkpoints(call, tmp_path, monkeypa
     assert "strategy 'recent' keeps no checkpoints: leave out --resume" in capsys.readouterr().err
 
 
-def test_an_evaluation_goes_on_within_a_cell(engine, tmp_path, monkeypatch):
+@pytest.mark.parametrize("end", ["interrupted", "failed", "damaged"])
+def test_an_evaluation_goes_on_within_a_cell(engine, tmp_path, monkeypatch, end):
     questions = (Question(question=tiny_text(4), answers=("w5",), max_new_tokens=3),)
     document = Document(id="one", task="own", context=tiny_text(60), questions=questions)
     settings = ":".join(f"{name}={value}" for name, value in SETTINGS.items())
-    plan = EvaluationPlan(choose_strategies([f"ttt:{settings}"]), [5], frozenset({"answers", "fidelity"}))
+    choices = choose_strategies([f"ttt:{settings}"])
+    plan = EvaluationPlan(choices, [5], frozenset({"answers", "fidelity"}), retry_failed=True)
     whole = evaluate(engine, [document], plan, tmp_path / "whole")
     updates, keep = [], TrainingState.save
 
     def save(state, path):
         keep(state, path)
-        updates.append(state.place.update)
+        updates.append((state.place.stage, state.place.group, state.place.update))
         if len(updates) == 25:
-            raise KeyboardInterrupt
+            raise WriteError("the disk is full") if end == "failed" else KeyboardInterrupt
 
     monkeypatch.setattr(TrainingState, "save", save)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(engine, [document], plan, tmp_path / "cut")
+    if end == "failed":
+        assert evaluate(engine, [document], plan, tmp_path / "cut")[-1].status == "failed"
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(engine, [document], plan, tmp_path / "cut")
     (kept,) = (tmp_path / "cut" / "checkpoints").rglob("*.checkpoint")
+    if end == "damaged":
+        kept.write_bytes(b"{}")
     resumed = evaluate(engine, [document], plan, tmp_path / "cut")
-    assert updates[25] > 1  # it did not begin again
-    assert not kept.exists()
+    assert (updates[25] == updates[0]) == (end == "damaged")  # it began again only where it had to
     assert not (tmp_path / "cut" / "checkpoints").exists()
     assert (resumed[-1].kl, resumed[-1].questions) == (whole[-1].kl, whole[-1].questions)

@@ -93,6 +93,27 @@ def test_nothing_is_remembered_of_parameters_that_changed(unit):
         assert writer(0, keys.double(), values.double(), bias, 6)[0].dtype == torch.float64
 
 
+def test_biases_that_are_zero_still_have_their_gradient():
+    """In recurrent training the second application reads trained biases, which begin as zeros."""
+    writer = FastDiamond(WriterSettings(context=8, latents=2, weights="trained"), 1, 1, 4)
+    keys, values = torch.randn(2, 1, 8, 4, generator=torch.Generator().manual_seed(0))
+    bias = torch.zeros(1, 8, requires_grad=True)
+    made = writer.biases(0, bias, 2)
+    torch.testing.assert_close(made, writer.biases(0, bias.detach(), 2))
+    made.sum().backward()
+    torch.testing.assert_close(bias.grad, torch.full((1, 8), 2 / 8))
+    bias.grad = None
+    (writer(0, keys, values, bias, 2)[0] ** 2).sum().backward()
+    assert float(bias.grad.abs().max()) > 0
+
+
+def test_a_writer_made_in_inference_mode_writes():
+    with torch.inference_mode():
+        writer = FastDiamond(WriterSettings(context=8, latents=2), 1, 1, 4)
+        keys, values = torch.randn(2, 1, 8, 4)
+        assert torch.isfinite(writer(0, keys, values, torch.zeros(1, 8), 2)[0]).all()
+
+
 def test_biases_enter_the_logits():
     """An entry with weight w counts as w equal entries at its place would."""
     writer = FastDiamond(WriterSettings(context=8, latents=1, rope_unit="entry"), 1, 1, 4)

@@ -226,9 +226,17 @@ def test_a_run_that_goes_on_from_another_takes_its_moments_over(engine, tmp_path
     path = second.run()
     assert int(next(iter(second.optimiser.state.values()))["step"]) == 7
     assert read_record(path).training["before"]["updates"] == 4
-    (tmp_path / "a" / "checkpoint.safetensors").write_bytes(b"{}")
+    checkpoint = tmp_path / "a" / "checkpoint.safetensors"
+    checkpoint.write_bytes(b"{}")
     with pytest.raises(TrainingError, match="damaged"):
         Trainer(engine, corpus, settings, tmp_path / "c", start_from=tmp_path / "a")
+    other = trainer(
+        engine, tmp_path / "d", updates=1, attention_updates=0, writer=WriterSettings(context=24, latents=4)
+    )
+    other.run()
+    checkpoint.write_bytes((tmp_path / "d" / "checkpoint.safetensors").read_bytes())
+    with pytest.raises(TrainingError, match="another model or writer"):
+        Trainer(engine, corpus, settings, tmp_path / "e", start_from=tmp_path / "a")
 
 
 def test_moments_of_another_loss_are_left(engine, tmp_path):

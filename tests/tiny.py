@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +61,13 @@ def tiny_model(kind: str, seed: int = 0, **overrides: Any) -> LoadedModel:
         torch.manual_seed(seed)
         model = getattr(transformers, model_name)(config).to(torch.float32)
     return wrap_model(model, tiny_tokenizer(), name=f"tiny-{kind}")
+
+
+def saved(model: LoadedModel, path: Path) -> str:
+    """Write a model and its tokenizer into a folder; return it as the command takes it."""
+    model.causal_lm.save_pretrained(path)
+    model.tokenizer.save_pretrained(path)
+    return str(path)
 
 
 def tiny_tokens(count: int, seed: int = 0) -> list[int]:

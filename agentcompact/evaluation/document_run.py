@@ -12,7 +12,7 @@ import torch
 from agentcompact.api import library_version, prefill_document
 from agentcompact.cache import CompactedCache, Report
 from agentcompact.engines import Engine, Progress
-from agentcompact.errors import AgentCompactError
+from agentcompact.errors import AgentCompactError, CacheFileError
 from agentcompact.evaluation.asking import Asked, ask, encode_questions
 from agentcompact.evaluation.choices import StrategyChoice
 from agentcompact.evaluation.metrics.attention import HeldOutAttention
@@ -146,7 +146,7 @@ class DocumentRun:
                 checkpoint=_checkpoint(checkpoints, choice, number),
                 resume=True,
             )
-            cache = choice.strategy.compact(request).cache
+            cache = _compact(choice, request)
         self._states[choice.label, ratio] = cache
         return {**self._with_cache(cache), **_cost(cache.metadata.reports[-1])}
 
@@ -242,6 +242,17 @@ def versions() -> dict[str, str]:
         "transformers": version("transformers"),
         "threads": str(torch.get_num_threads()),
     }
+
+
+def _compact(choice: StrategyChoice, request: CompactionRequest) -> CompactedCache:
+    """Compact; a checkpoint that cannot be gone on from is made anew."""
+    try:
+        return choice.strategy.compact(request).cache
+    except CacheFileError:
+        if request.checkpoint is None or not request.checkpoint.exists():
+            raise
+        request.checkpoint.unlink()
+        return choice.strategy.compact(request).cache
 
 
 def _checkpoint(folder: Path | None, choice: StrategyChoice, number: int) -> Path | None:

@@ -85,10 +85,9 @@ def evaluate(
 ) -> list[CellResult]:
     """Measure all cells that the results folder has not, and return the results of all cells of the plan.
 
-    on_step: told of each cell that was measured; progress: of what its compaction is at.
-
     Each is on disk before the next begins, so an evaluation that was stopped goes on where it was. A document is
-    prefilled once for all its cells. Raises what `open_store` raises; a cell that fails is recorded as failed.
+    prefilled once for all its cells. on_step: told of each cell that was measured. progress: of what its compaction is
+    at. Raises what `open_store` raises; a cell that fails is recorded as failed.
     """
     with open_store(folder) as store:
         documents = list({document.digest: document for document in documents}.values())
@@ -104,7 +103,8 @@ def evaluate(
                 run = run.after(times)
                 result = run.measure(label, ratio, choice, store.checkpoints(key))
                 store.add(result)
-                store.drop_checkpoints(key)
+                if result.status == "ok":
+                    store.drop_checkpoints(key)
                 step = clock.step(result)
                 if on_step is not None:
                     on_step(step)

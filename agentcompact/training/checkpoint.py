@@ -51,13 +51,15 @@ def load_checkpoint(path: Path, writer: FastDiamond, optimiser: torch.optim.Opti
     return int(kept["update"])
 
 
-def take_over(path: Path, writer: FastDiamond, optimiser: torch.optim.Optimizer) -> bool:
+def take_over(path: Path, writer: FastDiamond, optimiser: torch.optim.Optimizer, facts: dict[str, Any]) -> bool:
     """Begin with the numbers and the moments of another run's checkpoint, where its last loss was on continuations.
 
     The checkpoint keeps more digits than the writer's file, and the moments spare the first updates from being wild.
-    Returns whether it was done. Raises TrainingError where the file is damaged.
+    Returns whether it was done. Raises TrainingError where the file is damaged, or of another model or writer.
     """
     kept, tensors = _read(path)
+    if kept["model"] != facts["model"] or kept["settings"]["writer"] != facts["settings"]["writer"]:
+        raise TrainingError(f"{path} is of another model or writer than the file beside it: begin with that file")
     if int(kept["update"]) <= kept["settings"]["attention_updates"]:
         return False
     _restore(kept, tensors, writer, optimiser)

@@ -110,7 +110,7 @@ class Trainer:
             self.log = [entry for entry in _read_log(output / LOG) if entry["update"] <= self.update]
         elif start_from is not None:
             if (start_from / CHECKPOINT).exists() and not settings.attention_updates:
-                take_over(start_from / CHECKPOINT, self.writer, self.optimiser)
+                take_over(start_from / CHECKPOINT, self.writer, self.optimiser, self._facts)
         elif settings.writer.initialisation == "anchored":
             self._anchor()
 

@@ -83,8 +83,7 @@ class FastDiamond(nn.Module):
         key = _turned(_unit(entries @ derived.key), angles)
         query, key = (part.expand(len(entries), -1, -1) for part in (derived.query, key))
         # Without biases the product does not copy them into every row first.
-        biased = int(bias.requires_grad or bool(bias.any()))
-        logits = torch.baddbmm(bias[:, None].to(entries.dtype), query, key.transpose(1, 2), beta=biased)
+        logits = torch.baddbmm(bias[:, None].to(entries.dtype), query, key.transpose(1, 2), beta=int(_counts(bias)))
         # softmax(..) (X W_V) W_O, with the product over the entries first: t rows are projected and not n.
         written = logits.softmax(dim=-1) @ entries @ derived.output
         return written[..., : self.head_dim], written[..., self.head_dim :]
@@ -93,7 +92,7 @@ class FastDiamond(nn.Module):
         """Return the biases (heads, count) float32 of what `forward` writes from entries with these (heads, n)."""
         if self.settings.weights == "none":
             return torch.zeros(len(bias), count, device=bias.device)
-        if bool(bias.any()):
+        if _counts(bias):
             total = torch.logsumexp(bias.float(), dim=1, keepdim=True)
         else:  # original entries, which weigh one each
             total = torch.full((len(bias), 1), math.log(bias.shape[1]), device=bias.device)
@@ -116,7 +115,7 @@ class FastDiamond(nn.Module):
         step: distance from latent to latent.
         """
         common = count == self.settings.latents and heads == slice(None) and step == 1
-        if not common or torch.is_grad_enabled():
+        if not common or torch.is_grad_enabled() or self.latents.is_inference():  # such tensors count no changes
             return self._derived_now(layer, count, heads, step)
         state = tuple((part._version, part.data_ptr()) for part in self.parameters())
         if state not in self._derived:
@@ -162,6 +161,11 @@ def _turned(states: Tensor, turns: Tensor) -> Tensor:
     """Rotate each pair of neighbours of states (..., n, 2d) by complex numbers (n, d)."""
     pairs = torch.view_as_complex(states.reshape(*states.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).flatten(-2)
+
+
+def _counts(bias: Tensor) -> bool:
+    """Whether biases change anything: some are not zero, or they are trained."""
+    return bias.requires_grad or bool(bias.any())
 
 
 def _unit(states: Tensor) -> Tensor:
