@@ -18,7 +18,7 @@ from agentcompact.errors import DocumentError, InputError, WriteError
 from agentcompact.evaluation.report import terminal_tables, write_report
 from agentcompact.evaluation.report.columns import interval, number, plain, small
 from agentcompact.evaluation.report.csv_file import csv_text
-from agentcompact.evaluation.report.drawing import label_logarithmic
+from agentcompact.evaluation.report.drawing import folded, label_logarithmic, legend, new_figure
 from agentcompact.evaluation.report.markdown import code
 from agentcompact.evaluation.results import FULL, NO_CONTEXT, CellResult, QuestionResult, latest
 from agentcompact.evaluation.summary import SummaryRow, summarise
@@ -286,6 +286,19 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
+
+
+def test_labels_that_differ_at_their_end_are_told_apart():
+    words = [f"ttt:initialiser=mix:preset=fast:stage2_updates=0:{end}" for end in ("biases=false", "match_mass=false")]
+    lines = [folded(word) for word in words]
+    assert ["".join(each) for each in lines] == words
+    assert all(len(line) <= 42 for each in lines for line in each)
+    assert folded("two_pass, 8x") == ["two_pass, 8x"]
+    assert folded("x" * 100) == ["x" * 41 + "…"]
+    figure = new_figure("title", 6.4, 3.9)
+    handles = [*figure.subplots().plot([1], [[1, 2]])]
+    legend(figure, handles, words)
+    assert ["".join(text.get_text().split()) for text in figure.legends[0].get_texts()] == words
 
 
 def test_html_is_whole_and_needs_nothing_else(written, cells):

@@ -10,7 +10,7 @@ import numpy as np
 
 from agentcompact.evaluation.report.columns import times
 from agentcompact.evaluation.report.content import Section
-from agentcompact.evaluation.report.drawing import COLOURS, MARKERS, legend, new_figure, short
+from agentcompact.evaluation.report.drawing import COLOURS, MARKERS, folded, legend, new_figure
 from agentcompact.evaluation.results import CellResult
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _draw_maps(figure: Figure, axes: Sequence[Axes], maps: dict[str, Budget]) ->
             budget, aspect="auto", cmap="cividis", vmin=0, vmax=most, interpolation="nearest", origin="lower"
         )
         axis.grid(False)
-        axis.set_title(short(name, 34), parse_math=False)
+        axis.set_title("\n".join(folded(name, 34)), parse_math=False)
         axis.set_xlabel("KV head")
         axis.set_ylabel("layer")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -117,19 +117,31 @@ def short(text: str, length: int = LABEL) -> str:
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
+def folded(text: str, length: int = LABEL) -> list[str]:
+    """Break a long label at the colons between its settings: strategies may differ in the last of them alone."""
+    lines = [""]
+    for part in re.findall(r"[^:]*:|[^:]+", plain(text)):
+        if lines[-1] and len(lines[-1]) + len(part) > length:
+            lines.append("")
+        lines[-1] += part
+    return [short(line, length) for line in lines]
+
+
 def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """Put a legend below the figure, in as many columns as fit."""
     if not handles:
         return
-    texts = [short(label) for label in labels]
+    texts = [folded(label) for label in labels]
     room = int(figure.get_figwidth() * LETTERS_AN_INCH)
-    columns = max(1, min(len(texts), room // (max(map(len, texts)) + 7)))
-    figure.set_figheight(figure.get_figheight() + LEGEND_LINE * -(-len(texts) // columns))
+    columns = max(1, min(len(texts), room // (max(len(line) for text in texts for line in text) + 7)))
+    each = -(-len(texts) // columns)
+    height = max(sum(map(len, texts[first : first + each])) for first in range(0, len(texts), each))
+    figure.set_figheight(figure.get_figheight() + LEGEND_LINE * height)
     # Labels are set afterwards: a legend leaves out those that begin with an underscore, and reads $ as mathematics.
     below = figure.legend(handles, ["."] * len(texts), loc="outside lower center", ncols=columns, fontsize=9)
     for entry, text in zip(below.get_texts(), texts, strict=True):
         entry.set_parse_math(False)
-        entry.set_text(text)
+        entry.set_text("\n".join(text))
 
 
 def png_bytes(drawing: Drawing) -> bytes:
